@@ -289,13 +289,10 @@ class AlgorithmConfig(StrictModel):
             )
 
     def _check_ratio_of_one(self) -> None:
-        """Refuse settings that ``old_log_probs: detach`` would make silently wrong.
-
-        The old log-probs are then the trainer's log-probs of the update's forward pass. They are
-        correct only while the trainer has the weights that sampled the tokens.
-        """
-        # From the second mini-batch on the weights have changed, but clipping would see a ratio of
-        # 1.
+        """Refuse settings that ``old_log_probs: detach`` would make silently wrong."""
+        # The old log-probs are the trainer's log-probs of the update's forward pass. They are
+        # correct only while the trainer has the weights that sampled the tokens. From the second
+        # mini-batch on the weights have changed, but clipping would see a ratio of 1.
         if self.mini_batches > 1:
             raise ValueError(
                 f"old_log_probs=detach sets the ratio to 1 in all {self.mini_batches} "

@@ -39,5 +39,6 @@ def forward_kl(log_probs: torch.Tensor, teacher_log_probs: torch.Tensor) -> torc
     counts = teacher_rest > MIN_REST
     # Where the rest does not count, 1 replaces it, so that no gradient is NaN.
     teacher_rest = torch.where(counts, teacher_rest, 1.0)
+    # A rounded difference, which may be 0 or negative. The clamp keeps its logarithm finite.
     rest = torch.where(counts, 1 - log_probs.exp().sum(-1), 1.0).clamp_min(1e-2 * MIN_REST)
     return inside + teacher_rest * (teacher_rest.log() - rest.log())

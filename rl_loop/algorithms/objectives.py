@@ -71,6 +71,8 @@ def distillation_objective(loss_tokens: int) -> LossFunction:
         batch: PackedBatch,
     ) -> LossOutput:
         in_loss = batch.loss_mask
+        # Both inputs are masked, too. A mask of the result alone would not keep a NaN of another
+        # token out of the gradient.
         teacher = _only(in_loss[:, None], batch.column("teacher_log_probs"))
         kl = forward_kl(_only(in_loss[:, None], of_teacher_ids), teacher)
         total = _only(in_loss, kl).sum()
@@ -183,11 +185,9 @@ def token_masks(batch: PackedBatch, max_staleness: int) -> TokenMasks:
 def _trainer_log_probs(
     config: AlgorithmConfig, log_probs: torch.Tensor, batch: PackedBatch
 ) -> torch.Tensor:
-    """Return the trainer's log-probs of the tokens with the weights that sampled them, if known.
-
-    With the engine's log-probs as old log-probs they are unknown. The new log-probs are the closest
-    values.
-    """
+    """Return the trainer's log-probs of the tokens with the weights that sampled them, if known."""
+    # With the engine's log-probs as old log-probs they are unknown. The new log-probs are the
+    # closest values.
     if batch.old_log_probs is None or config.old_log_probs_from == "rollout":
         return log_probs.detach()
     return batch.old_log_probs
@@ -227,12 +227,12 @@ def _policy_loss(
 ) -> PolicyLoss:
     """Call the configured loss.
 
-    Left-out tokens enter as zeros. Masking the result is not enough, because 0 x NaN is NaN in a
-    backward pass.
+    Left-out tokens enter as zeros.
 
     Raises:
         ValueError: the loss does not return a loss per token, or a metric is not a scalar.
     """
+    # Masking the result is not enough, because 0 x NaN is NaN in a backward pass.
     old_log_probs = None
     if batch.old_log_probs is not None:
         old_log_probs = _only(learns, batch.old_log_probs)
@@ -327,8 +327,7 @@ def _sums_by_staleness(
 ) -> dict[str, torch.Tensor]:
     """Return sums of mismatch (k3), rho and importance ratio over the fresh and the stale tokens.
 
-    Only comparable tokens count. A mismatch that staleness causes is in stale tokens only. A mismatch
-    with another cause is in fresh tokens, too.
+    Only comparable tokens count.
     """
     # Samples without the column are all fresh.
     is_stale = torch.zeros_like(masks.comparable)
@@ -340,6 +339,8 @@ def _sums_by_staleness(
     )
     rho = bounded_exp(log_rho)
     sums: dict[str, torch.Tensor] = {}
+    # A mismatch that staleness causes is in stale tokens only. A mismatch with another cause is in
+    # fresh tokens, too.
     for staleness, mask in zip(STALENESS_CLASSES, (~is_stale, is_stale), strict=True):
         mask = masks.comparable & mask
         sums |= {

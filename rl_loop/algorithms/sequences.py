@@ -91,4 +91,5 @@ def sample_weights(
         "seq-mean-token-sum": count,
         "seq-mean-token-sum-norm": count * constant,
     }
+    # Most divisors are one number for all samples.
     return torch.ones_like(tokens) / divisors[aggregation]

@@ -159,21 +159,18 @@ def _context_penalty(
     max_response_tokens: int,
     max_episode_tokens: int | None,
 ) -> float:
-    """Return the length penalty for the tokens that prompt and tool outputs leave in the context.
-
-    With a long prompt an episode is cut off long before ``max_response_tokens``. The buffer is the
-    same share of the remaining tokens. Otherwise every answer in a nearly full context would have a
-    penalty.
-    """
+    """Return the length penalty for the tokens that prompt and tool outputs leave free."""
     assert config.overlong_buffer_tokens is not None
     if max_episode_tokens is None or sequence.sampled_tokens == 0:
         return 0.0
-    # Prompt and tool outputs take the rest of the context.
+    # With a long prompt an episode is cut off long before ``max_response_tokens``. Prompt and tool
+    # outputs take the rest of the context.
     room = max_episode_tokens - (len(sequence) - sequence.sampled_tokens)
     # The context leaves enough tokens for the longest response.
     if room >= max_response_tokens:
         return 0.0
-    # The penalty divides by the buffer.
+    # The same share of the remaining tokens. Otherwise every answer in a nearly full context would
+    # have a penalty. The penalty divides by the buffer.
     buffer = max(1, round(config.overlong_buffer_tokens * room / max_response_tokens))
     return advantages.overlong_penalty(sequence.sampled_tokens, room, buffer)
 
@@ -229,8 +226,7 @@ def _kl_penalties(
     """Return the KL penalty in the reward of every sampled token in [start, end).
 
     The result is fp64 [sampled tokens], 0 for tokens older than ``max_staleness``, which the losses
-    leave out, too. ``rollout.collector`` begins no episode that could have such tokens, so this is a
-    second safeguard.
+    leave out, too.
     """
     assert config.kl is not None
     assert samples.rollout_log_probs is not None
@@ -246,6 +242,8 @@ def _kl_penalties(
     penalties = config.kl.coefficient * kl_estimate(rollout, reference, config.kl.estimator)
     if samples.staleness is None:
         return penalties
+    # ``rollout.collector`` begins no episode with tokens that are too old, so this is a second
+    # safeguard.
     is_recent = samples.staleness[start:end][is_sampled] <= config.max_staleness
     return torch.where(torch.from_numpy(is_recent), penalties, 0.0)
 

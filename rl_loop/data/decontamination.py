@@ -253,14 +253,11 @@ def _without_final_marks(tokens: list[str]) -> WordRun:
 
 
 def _is_contaminated(shared: list[tuple[int, WordRun]], forms: set[WordRun]) -> bool:
-    """Return True if a shared run is not a form's, and does not begin or end in a form.
-
-    Many prompts of a form have "in a box: What is", few have "in a box: Suppose that". Neither is a
-    copy.
-    """
+    """Return True if a shared run is not a form's, and does not begin or end in a form."""
     words_of_forms = {start + i for start, run in shared if run in forms for i in range(len(run))}
     for start, run in shared:
-        # A run at the edge of a form has a few other words, which make no copy.
+        # Many prompts of a form have "in a box: What is", few have "in a box: Suppose that".
+        # Neither is a copy. A run at the edge of a form has a few other words, which make no copy.
         other_words = sum(start + i not in words_of_forms for i in range(len(run)))
         if run not in forms and 2 * other_words > len(run):
             return True
