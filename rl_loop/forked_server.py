@@ -147,9 +147,7 @@ def _run_worker(
 ) -> None:
     """Answer questions until the socket closes. Never returns.
 
-    A question that takes more than ``setup.seconds`` of processor time kills the worker: sympy
-    computes 9^(9^(9^9)) in one C call, which Python code cannot interrupt. The limit is in
-    processor time, because a busy machine must not make an answer wrong.
+    A question that takes more than ``setup.seconds`` of processor time kills the worker.
     """
     try:
         _set_limits(setup.memory_bytes)
@@ -159,6 +157,8 @@ def _run_worker(
         largest = _peak_memory() + GROWTH_BYTES
         while _peak_memory() < largest:
             question = receive(questions)
+            # A signal, because sympy computes 9^(9^(9^9)) in one C call, which Python code cannot
+            # interrupt. Processor time, because a busy machine must not make an answer wrong.
             # ITIMER_PROF counts the processor time of all threads, in user code and in the kernel.
             signal.setitimer(signal.ITIMER_PROF, setup.seconds)
             reply = _reply(answer, question)

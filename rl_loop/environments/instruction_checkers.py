@@ -234,14 +234,14 @@ def check(constraint: TextConstraint, text: str, prompt: str) -> ConstraintVerdi
 def make_checker(constraint: TextConstraint, prompt: str) -> Any:
     """Return the checker of a constraint.
 
-    Checkers draw missing arguments at random. The given arguments seed the draw, so that equal
-    constraints get equal checkers.
+    Checkers draw missing arguments at random. The given arguments seed the draw.
     """
     name = constraint.name
     # Files can list the arguments of all checkers in each entry. The unused arguments are null.
     arguments = {key: value for key, value in constraint.arguments.items() if value is not None}
     checker = checker_class(name)(name)
 
+    # Equal constraints get equal checkers.
     with _seeded(json.dumps([name, arguments], sort_keys=True, default=str)):
         checker.build_description(**arguments)
         # Checkers that compare with the prompt have an argument "prompt".
@@ -274,13 +274,14 @@ def satisfies(checker: Any, name: str, text: str) -> bool:
 def count_capital_words(text: str) -> int:
     """Return the number of words in capital letters, without NLTK's sentence model.
 
-    The count equals the count of NLTK with the model. A sentence boundary affects only the final
-    period of a word and contractions before it. A boundary that the model does not find ("U.S.
-    ARMY") therefore changes the words, but not the number of capital words.
+    The count equals the count of NLTK with the model.
     """
     from nltk.tokenize.destructive import NLTKWordTokenizer
 
     tokenizer = NLTKWordTokenizer()
+    # A sentence boundary affects only the final period of a word and contractions before it. A
+    # boundary that the model does not find ("U.S. ARMY") therefore changes the words, but not the
+    # number of capital words.
     sentences = re.split(r"(?<=[.?!])\s+|(?<=[.?!][\"')\]}»”’])\s+", text)
     return sum(word.isupper() for sentence in sentences for word in tokenizer.tokenize(sentence))
 

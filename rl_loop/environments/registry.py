@@ -83,12 +83,11 @@ def make_offline_environment(task: Task) -> Environment:
 def _check_signatures(environment: type[Environment]) -> None:
     """Check that the methods of an environment accept the loop's arguments.
 
-    Otherwise a call would raise TypeError in an episode, which looks like a failing tool. The run
-    would repeat the call and report an infrastructure failure.
-
     Raises:
         ValueError: naming the method and the expected arguments.
     """
+    # A call with other arguments would raise TypeError in an episode, which looks like a failing
+    # tool. The run would repeat the call and report an infrastructure failure.
     for name in CHECKED_METHODS:
         parameters = inspect.signature(getattr(Environment, name)).parameters
         # The loop passes some arguments by name, so their position is free.

@@ -55,9 +55,7 @@ class SampleMoments:
 def estimate(values: Sequence[float]) -> MeanEstimate:
     """Estimate the mean of one number between 0 and 1 per task, with Wilson's interval.
 
-    Wilson's formula is for binomials. The number of trials is chosen to give the standard error of
-    the tasks. Therefore the interval is valid for all values between 0 and 1, even if all tasks are
-    equal.
+    The interval is valid for all values between 0 and 1, even if all tasks are equal.
 
     Example:
         >>> # Accuracy on 4 tasks.
@@ -65,6 +63,8 @@ def estimate(values: Sequence[float]) -> MeanEstimate:
         >>> print(f"{accuracy.value:.2f}, from {accuracy.low:.2f} to {accuracy.high:.2f}")
         0.62, from 0.22 to 0.91
     """
+    # Wilson's formula is for binomials. The number of trials is chosen to give the standard error
+    # of the tasks.
     sample = SampleMoments.of(values)
     mean = sample.mean
     trials = float(sample.count)

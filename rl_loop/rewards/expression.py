@@ -177,16 +177,14 @@ class _Reader:
         return -value if negative else value
 
     def _begins_factor(self) -> bool:
-        """Return True if a factor without a multiplication sign follows.
-
-        Numbers do not count, because "2 3" and "x2" are ambiguous.
-        """
+        """Return True if a factor without a multiplication sign follows."""
         token = self._next
         if token.kind == "letter":
             return True
         if token.kind == "mark":
             # A bar ends an absolute value if one is open, and begins one otherwise.
             return token.text in ("(", "[", "{") or (token.text == "|" and self._bars == 0)
+        # A number begins none, because "2 3" and "x2" are ambiguous.
         return token.kind == "command" and token.text[1:] in FACTORS
 
     def _quotient(self, above: Expr, below: Expr) -> Expr:

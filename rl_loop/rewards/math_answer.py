@@ -246,11 +246,9 @@ def _depth_change(character: str) -> int:
 
 
 def _is_too_large(text: str) -> bool:
-    """Return True if a power or factorial of literal numbers is too large to be computed.
-
-    sympy computes 9^(9^(9^9)) before anything else. Time limits stop it, too. This check saves the
-    time.
-    """
+    """Return True if a power or factorial of literal numbers is too large to be computed."""
+    # sympy computes 9^(9^(9^9)) before anything else. Time limits stop it, too. This check saves
+    # the time.
     for _ in range(MAX_POWERS):
         # Replace operations by their values, from the inside out.
         text = BRACKETED_LITERAL.sub(r"\1", text)

@@ -316,10 +316,8 @@ def _without_commands(text: str) -> str:
 
 
 def _separator(word: re.Match[str]) -> str:
-    r"""Write \lor for "or" between conditions, and a comma between values.
-
-    "1 or 2" is a list of values. "x < 1 or x > 3" is not "x < 1 and x > 3".
-    """
+    r"""Write \lor for "or" between conditions, and a comma between values."""
+    # "1 or 2" is a list of values. "x < 1 or x > 3" is not "x < 1 and x > 3".
     is_or = (word["text"] or word["word"]) == "or"
     has_conditions = re.search(r"[<>]|\\[lg]e(?![a-zA-Z])", word.string) is not None
     return r" \lor " if is_or and has_conditions else ", "

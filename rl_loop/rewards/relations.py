@@ -73,6 +73,7 @@ def subtract_sides(chain: RelationChain) -> Expr | None:
         return None
     if left.units.is_given or right.units.is_given:
         return None
+    # With \pm, a side has two values, and there are several differences.
     if len(signs_expanded(left)) > 1 or len(signs_expanded(right)) > 1:
         return None
     return left.value - right.value
@@ -113,6 +114,7 @@ def find_interval(chain: RelationChain) -> Statement | None:
         return chain.sides[1] if is_set(chain.sides[1]) else None
 
     rising = _rising(chain)
+    # A variable has at most two bounds.
     if rising is None or len(rising.sides) > 3:
         return None
 

@@ -17,7 +17,9 @@ from rl_loop.rewards.tokens import UnreadableError
 from rl_loop.rewards.units import UnitProduct, parse_quantity, parse_units
 
 NO_UNIT = UnitProduct()
+# Larger bases have no digits that ``int`` reads.
 MAX_BASE = 36
+# A policy may write thousands of brackets, which would exceed Python's recursion limit.
 MAX_DEPTH = 30
 
 
@@ -275,6 +277,7 @@ def _single(text: str, depth: int) -> Statement:
             return BracketedStatement(
                 items, opening.replace(r"\langle", "("), closing.replace(r"\rangle", ")")
             )
+        # Other groups are parts of expressions, whose parser reads their brackets itself.
         if _split(inside, RELATIONS)[1] or _split(inside, OPERATIONS)[1]:
             return _read(inside, depth + 1)
 
@@ -292,6 +295,7 @@ def _single(text: str, depth: int) -> Statement:
 def _value(text: str) -> Statement:
     """Parse an expression with its units, or words."""
     text = _unbraced(text.strip())
+    # Before expressions, because there the m of "5 m" would be a factor.
     quantity = parse_quantity(text)
     if quantity is not None:
         number = quantity.number
@@ -351,6 +355,7 @@ def _rows(body: str) -> list[str]:
 
 
 def _grid(body: str, depth: int) -> MatrixStatement:
+    # Rows and cells are cut at every \\ and &, also at those of an inner matrix.
     if r"\begin" in body:
         raise UnreadableError(body)
     cells = tuple(tuple(_read(cell, depth + 1) for cell in row.split("&")) for row in _rows(body))
@@ -390,8 +395,7 @@ def _based(based: re.Match[str]) -> Statement:
 def is_name(side: Statement, *, may_have_numbers: bool = False) -> bool:
     """Return True if a side of an equation names a value: a variable, f(x), words.
 
-    A name in an answer has no numbers, because a statement about a_2 is not one about a_3. The
-    ground truth may use any name.
+    A name in an answer has no numbers. The ground truth may use any name.
     """
     if isinstance(side, Ratio):
         return all(is_name(part, may_have_numbers=may_have_numbers) for part in side.parts)
@@ -402,6 +406,7 @@ def is_name(side: Statement, *, may_have_numbers: bool = False) -> bool:
         )
     if not isinstance(side, WordsStatement | ExpressionStatement):
         return False
+    # A statement about a_2 is not one about a_3.
     if not may_have_numbers and re.search("[0-9]", side.text):
         return False
     if isinstance(side, WordsStatement):
@@ -465,6 +470,7 @@ def _bracketed(text: str) -> tuple[str, str, str] | None:
     depth = 0
     for token, start, _ in pieces[:-1]:
         depth += (token in OPENING) - (token in CLOSING)
+        # PIECE and CLOSING count it as a closing bracket.
         if start == 0 and opening == "]":
             depth = 1
         if depth == 0:

@@ -199,6 +199,7 @@ def same_units(answer: UnitProduct, truth: UnitProduct) -> bool:
 def _without_units(text: str, *, takes_words: bool) -> Iterator[tuple[str, _Collected]]:
     """Yield a text with none, one, two, ... units removed from its end."""
     collected = _Collected()
+    # The same object in every step. Callers read it before the next one.
     yield text, collected
     # From the end, because the number comes first.
     for _ in range(MAX_UNITS):
@@ -287,6 +288,7 @@ def _take_word(collected: _Collected, word: str, power: int) -> bool:
         for unit, own in COMPOUND[name].items():
             collected.powers[unit] += own * power
         if name in KINDS_OF_DEGREES:
+            # As degrees, both agree with an answer in mere degrees. The words differ.
             collected.words.add(name)
     # "Meters" is a unit, but the case of short names has a meaning.
     elif name in UNITS and len(name) > 2:
@@ -297,6 +299,7 @@ def _take_word(collected: _Collected, word: str, power: int) -> bool:
 
 
 def _singular(word: str) -> str:
+    # The first match counts: "glasses" becomes "glass", and "glass" stays.
     for ending, replacement in (
         ("ies", "y"),
         ("sses", "ss"),

@@ -75,12 +75,7 @@ def bubblewrap_command(
 
 
 def _namespaces() -> list[str]:
-    """Return options that separate the server from the host and run it as the user ``nobody``.
-
-    An ordinary user gets a user namespace in which it is ``nobody``. Root gets no user namespace.
-    The server itself changes to the real ``nobody`` (uid 65534) and keeps three capabilities until
-    then. Therefore a program that escapes is not root.
-    """
+    """Return options that separate the server from the host and run it as the user ``nobody``."""
     arguments = [
         "--unshare-pid",
         "--unshare-net",
@@ -88,6 +83,9 @@ def _namespaces() -> list[str]:
         "--unshare-uts",
         "--unshare-cgroup-try",
     ]
+    # Root gets no user namespace. The server itself changes to the real ``nobody`` (uid 65534) and
+    # keeps three capabilities until then. Therefore a program that escapes is not root. An ordinary
+    # user gets a user namespace in which it is ``nobody``.
     if os.geteuid() == 0:
         arguments += ["--cap-drop", "ALL"]
         for capability in ("CAP_SYS_ADMIN", "CAP_SETUID", "CAP_SETGID"):
@@ -166,8 +164,8 @@ class SandboxInterpreter:
 def find_interpreter(config: SandboxConfig) -> SandboxInterpreter:
     """Return the configured interpreter. Default: the base installation of the running one.
 
-    An installation outside /usr (pyenv, conda, uv) is mounted under /python. Only the executable
-    and its libraries are visible, because its directory is often a home directory.
+    Executable and libraries of an installation outside /usr (pyenv, conda, uv) are mounted under
+    /python.
 
     Raises:
         SandboxUnavailableError: if the interpreter does not exist or is a virtual environment.
@@ -195,6 +193,7 @@ def find_interpreter(config: SandboxConfig) -> SandboxInterpreter:
     if prefix.is_relative_to("/usr"):
         return SandboxInterpreter(executable, arguments=[])
 
+    # Nothing else of an installation, because its directory is often a home directory.
     inside = Path("/python/bin") / executable.name
     # Create the parents explicitly. Those that bubblewrap creates implicitly are closed to
     # ``nobody``.

@@ -215,13 +215,11 @@ def seccomp_filter(machine: str) -> bytes:
 
 
 def _verdicts_by_number(verdicts: dict[int, int]) -> list[Instruction]:
-    """Return instructions that decide by a call's number, or fall through if it is not listed.
-
-    Numbers are grouped, so that a group can be skipped as a whole. When a filter is installed, the
-    kernel evaluates it for every system call, and each sandbox call installs it. A single long list
-    made sandbox calls 4% slower.
-    """
+    """Return instructions that decide by a call's number, or fall through if it is not listed."""
     numbers = sorted(verdicts)
+    # Grouped, so that a group can be skipped as a whole. When a filter is installed, the kernel
+    # evaluates it for every system call, and each sandbox call installs it. A single long list made
+    # sandbox calls 4% slower.
     groups = [numbers[first : first + GROUP_SIZE] for first in range(0, len(numbers), GROUP_SIZE)]
 
     program: list[Instruction] = []

@@ -193,10 +193,8 @@ class ProcessWatch:
         return found
 
     def _with_memory(self, process: str) -> Iterator[str]:
-        """Yield directories with a process's memory data.
-
-        The directory of the first thread has no data after that thread has ended.
-        """
+        """Yield directories with a process's memory data."""
+        # The directory of the first thread, which has no data after that thread has ended.
         yield process
         for task in self._list(f"{process}/task"):
             yield f"{process}/task/{task}"
@@ -268,9 +266,6 @@ class ProcessWatch:
     def _share_processors(self) -> None:
         """Increase the niceness of all tasks until the busy ones together weigh no more than one
         task.
-
-        Unprivileged processes cannot decrease niceness. Therefore a program that once had 30 busy
-        tasks keeps its niceness. Sleeping tasks count as well, because their children inherit it.
         """
         busy = 0
         niceness: dict[int, int] = {}
@@ -283,13 +278,15 @@ class ProcessWatch:
                     busy += fields[0] == b"R"
                     niceness[int(task)] = int(fields[16])
 
-        # Require busy tasks in two consecutive checks, because the effect of a short burst is
-        # permanent.
+        # Unprivileged processes cannot decrease niceness. Therefore a program that once had 30 busy
+        # tasks keeps its niceness. Require busy tasks in two consecutive checks, because the effect
+        # of a short burst is permanent.
         steadily_busy = min(busy, self._busy_before)
         self._busy_before = busy
         if steadily_busy < 2:
             return
         level = min(MAX_NICE, math.ceil(math.log(steadily_busy, NICE_LEVEL_WEIGHT)))
+        # Sleeping tasks, too, because their children inherit it.
         for task_id, nice in niceness.items():
             if nice < level:
                 try:

@@ -60,6 +60,7 @@ def run_program(
         os.setsid()
         setup_write = keep_descriptors(output_write, setup_write)
 
+        # The kernel then kills the program first, and not the server, if memory runs out.
         write_file("/proc/self/oom_score_adj", "1000")
         mount_own_files(settings)
         os.chdir("/tmp")
@@ -115,6 +116,7 @@ def execute(call: ProgramCall, settings: SandboxServerSettings, progress: Shared
         exit_code = determine_exit_code(error)
 
     try:
+        # The program may have closed or replaced both.
         sys.stdout.flush()
         sys.stderr.flush()
     except BaseException:
@@ -208,6 +210,8 @@ def muted() -> Iterator[None]:
     for descriptor in outputs:
         os.dup2(null, descriptor)
     os.close(null)
+    # Without a finally: only the end of the interpreter passes through here, and a history that
+    # ends it has no output.
     yield
 
     for stream in (sys.stdout, sys.stderr):
