@@ -15,12 +15,11 @@ class MissingExtraError(UserError):
 def install_command(extra: str, options: str = "") -> str:
     """Return the command that installs an extra.
 
-    pip installs from the checkout or the wheel, because the project is not on a package index.
-
     Args:
         extra: name of the extra in pyproject.toml.
         options: further options of pip, with a blank at the end.
     """
+    # From the checkout or the wheel, because the project is not on a package index.
     root = Path(__file__).resolve().parents[1]
     # An installed wheel has no pyproject.toml next to its packages, so the file marks a checkout.
     if (root / "pyproject.toml").exists():

@@ -87,9 +87,9 @@ def configure_logging(settings: LogSettings | None = None) -> None:
 def with_logging[T](actor: type[T]) -> type[T]:
     """Return a subclass for ``ray.remote`` whose instances configure logging first.
 
-    The settings are those of this process. They are stored in the class, because actors on another
-    machine do not see the driver's environment.
+    The settings are those of this process.
     """
+    # Stored in the class, because actors on another machine do not see the driver's environment.
     settings = LogSettings.from_environment()
 
     class LoggingActor(actor):  # type: ignore[valid-type, misc]

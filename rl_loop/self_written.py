@@ -92,6 +92,7 @@ def write_conversations(
         return 0
 
     model = ChatMlModel(model_dir, options.max_tokens)
+    # All at once, because a late question that is too long would stop the command after hours.
     model.check_lengths([question for question in pending if question is not None])
     batch_size = options.batch_size or (GPU_BATCH if model.device == "cuda" else CPU_BATCH)
 
@@ -212,6 +213,7 @@ def _missing(
     if isinstance(questions, int):
         return deque([None] * (questions - len(written.questions)))
 
+    # Counted, because a question may occur several times and gets an answer each time.
     answered = Counter(written.questions)
     missing: deque[str | None] = deque()
     for question in questions:
@@ -248,6 +250,7 @@ class ChatMlModel:
         from transformers.utils.logging import disable_progress_bar
 
         disable_progress_bar()
+        # Padded on the left, because generate continues every row behind its last column.
         self._tokenizer = AutoTokenizer.from_pretrained(directory, padding_side="left")
         added = self._tokenizer.get_added_vocab()
         self._added_ids = frozenset(added.values())
@@ -326,11 +329,14 @@ class ChatMlModel:
                     input_ids=inputs["input_ids"],
                     attention_mask=inputs["attention_mask"],
                     do_sample=True,
+                    # All three, because the model's generation_config.json may have other values,
+                    # with which generate would sample from a changed distribution.
                     temperature=1.0,
                     top_k=0,
                     top_p=1.0,
                     max_new_tokens=self._max_tokens,
                     eos_token_id=self._ends,
+                    # Any added token: decoding stops at the first one.
                     pad_token_id=self._ends[0],
                 )
         except torch.OutOfMemoryError:

@@ -57,9 +57,7 @@ class ServedWeights:
 def choose_served_weights(run: Path) -> ServedWeights:
     """Choose the weights of a run to serve.
 
-    The last step of a run is always saved, so the newest checkpoint has at least the steps of the
-    export. With equal steps the export is preferred, because its weights were compared with the
-    trainer, and its adapters are merged into their base.
+    They are the newest ones that a server can load. With equal steps, the export is preferred.
     """
     has_export = (run / "export" / "config.json").exists()
     try:
@@ -73,7 +71,9 @@ def choose_served_weights(run: Path) -> ServedWeights:
         return ServedWeights(run, is_export=False, step=saved)
 
     exported = _exported_step(run)
-    # An export of an unknown step cannot be newer than the checkpoint, as explained above.
+    # The last step of a run is always saved, so the newest checkpoint has at least the steps of the
+    # export, also of one whose step is unknown. With equal steps the export is preferred, because
+    # its weights were compared with the trainer, and its adapters are merged into their base.
     if checkpoint is None or saved is None or (exported is not None and exported >= saved):
         return ServedWeights(run, is_export=True, step=exported)
     # A checkpoint of adapters has no base model, so a server cannot load it.

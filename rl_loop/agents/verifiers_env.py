@@ -67,12 +67,12 @@ async def run(task: dict[str, Any], base_url: str, api_key: str) -> float:
 def compute_score(episode: Any) -> float:
     """Return the reward of an episode: the mean reward of its agents.
 
-    A policy that is too slow is at fault for a time limit of ``verifiers``. Therefore such an
-    episode keeps the reward that it had at the limit.
+    An episode that ended at a time limit of ``verifiers`` keeps the reward that it had then.
 
     Raises:
         InfrastructureError: the episode ended with another error.
     """
+    # A policy that is too slow is at fault for a time limit.
     timed_out = episode.is_timeout or any(trace.is_timeout for trace in episode.traces)
     if not episode.ok and not timed_out:
         errors = [*episode.errors, *(error for trace in episode.traces for error in trace.errors)]

@@ -60,12 +60,10 @@ class ProbeTexts:
 
     @cached_property
     def long(self) -> list[ProbeText]:
-        """Text that is longer than YaRN's original length.
-
-        Without YaRN (factor 1), a few windows are enough, because there is no original length.
-        """
+        """Text that is longer than YaRN's original length."""
         length = self.config.yarn_original_length + TAIL
         if self.config.yarn_factor == 1:
+            # Without YaRN there is no original length, and a few windows are enough.
             length = BEACONS * self.config.sliding_window + TAIL
         return [ProbeText("long", self._draw(min(length, self.config.max_length), "long"))]
 

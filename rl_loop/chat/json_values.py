@@ -14,11 +14,12 @@ MAX_INTEGER_BITS = 8192
 def canonical_json(text: str) -> Any:
     """Return equal values for all spellings of a JSON value. Other text is returned unchanged.
 
-    Empty arguments are an empty object, because clients send them. Very long text is returned
-    unchanged, because parsing would take too long.
+    Empty arguments are an empty object. Very long text is returned unchanged.
     """
+    # Parsing would take too long.
     if len(text) > MAX_TEXT_CHARACTERS:
         return text
+    # Some clients send an empty text instead of an empty object.
     if not text.strip():
         return canonical_value({})
     try:
@@ -84,10 +85,8 @@ def _integer(literal: str) -> JsonNumber:
 
 
 def _float(literal: str) -> JsonNumber:
-    """Parse a number with a point or an exponent.
-
-    Programs parse it as a float, and write the shortest digits of the float.
-    """
+    """Parse a number with a point or an exponent."""
+    # Programs parse it as a float, and write the shortest digits of the float.
     value = float(literal)
     if not math.isfinite(value):
         return JsonNumber(literal.lower())

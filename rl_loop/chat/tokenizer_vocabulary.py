@@ -223,7 +223,7 @@ def added_tokens(directory: Path) -> frozenset[str]:
 def text_tokens(directory: Path) -> dict[str, int]:
     """Return the ids of a tokenizer's text tokens.
 
-    Added tokens are left out, because a model may use other names for the same ids.
+    Added tokens are left out.
 
     Raises:
         TokenizerError: if the file is missing or unreadable.
@@ -231,6 +231,7 @@ def text_tokens(directory: Path) -> dict[str, int]:
     file = directory / TOKENIZER_FILE
     try:
         description = json.loads(read_tokenizer(directory))
+        # A model may use other names for the ids of added tokens.
         added = {token["id"] for token in description["added_tokens"]}
         return {
             token: token_id

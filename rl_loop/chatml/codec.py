@@ -296,26 +296,24 @@ class ChatMl:
         return _build_messages(turn, "analysis", [_environment_call(call) for call in turn.calls])
 
     def parse_for_client(self, ids: Sequence[int]) -> list[ParsedMessage] | FormatError:
-        """Parse a turn whose calls are all a client's functions: see ``ChatCodec``.
-
-        Text before calls is a message to the client, who sends it back, because ChatML has no
-        thoughts.
-        """
+        """Parse a turn whose calls are all a client's functions: see ``ChatCodec``."""
         turn = self._read_turn(ids)
         if isinstance(turn, FormatError):
             return turn
+        # Text before calls is a message to the client, who sends it back, because ChatML has no
+        # thoughts.
         return _build_messages(turn, "commentary", [_function_call(call) for call in turn.calls])
 
     def parse_truncated_for_client(self, ids: Sequence[int]) -> TruncatedTurn:
         """Parse a turn that a limit cut off: see ``ChatCodec``.
 
-        The conversation continues behind the whole turn. A truncated call is ignored, because its
-        name and arguments are one JSON value.
+        The conversation continues behind the whole turn. A truncated call is ignored.
         """
         messages = self.parse_for_client([*ids, self._end])
         if isinstance(messages, FormatError):
             text = self.vocabulary.decode(ids)
-            # Only the last call can be truncated. Read the text before it.
+            # Name and arguments of a call are one JSON value, so nothing of a truncated one can be
+            # read. Only the last call can be truncated. Read the text before it.
             whole = text[: text.rfind(TOOL_CALL)] if messages.kind == "tool_call" else ""
             turn = _parse_turn(whole.removesuffix("\n"))
             messages = []

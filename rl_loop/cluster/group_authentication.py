@@ -170,10 +170,8 @@ def authenticate_groups() -> None:
 
 
 def _innermost(store: dist.Store) -> dist.Store:
-    """Return the store below all prefixes.
-
-    Later groups get the store of the default group, which is encrypted already.
-    """
+    """Return the store below all prefixes."""
+    # Later groups get the store of the default group, which is encrypted already.
     while isinstance(store, dist.PrefixStore):
         store = store.underlying_store
     return store

@@ -223,8 +223,6 @@ def end_with_message_on_exit(processes: RayProcesses | None) -> Iterator[None]:
 def _start_monitor(process: int, message: str) -> subprocess.Popen[bytes]:
     """Start the program that writes ``message`` when a process exits.
 
-    It runs in a separate session, so that signals of a terminal do not reach it.
-
     Args:
         process: pidfd of the process.
         message: line to write.
@@ -235,6 +233,7 @@ def _start_monitor(process: int, message: str) -> subprocess.Popen[bytes]:
     program = Path(__file__).with_name("exit_monitor.py")
     # -S and -E skip site packages and Python's variables, for a fast start.
     command = [sys.executable, "-S", "-E", str(program), str(process), message]
+    # In a separate session, so that signals of a terminal do not reach it.
     return subprocess.Popen(
         command, stdin=subprocess.PIPE, pass_fds=[process], start_new_session=True
     )
@@ -340,12 +339,10 @@ def _new_token(directory: Path) -> Path:
 
 @contextmanager
 def _on_loopback() -> Iterator[None]:
-    """Let a Ray that starts within the block keep its loopback address.
-
-    Ray would replace it with an address that other machines reach.
-    """
+    """Let a Ray that starts within the block keep its loopback address."""
     from ray._private import services
 
+    # Ray would replace it with an address that other machines reach.
     resolve = services.resolve_ip_for_localhost
     services.resolve_ip_for_localhost = lambda host: host
     try:

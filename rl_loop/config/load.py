@@ -92,10 +92,8 @@ DATA_KEYS = ("data", "vocabulary_data")
 
 
 def _name_only_sources(tree: Any, changes: list[str]) -> list[str]:
-    """Name single sources of data, in the YAML tree and in the overrides.
-
-    ``data.path`` and ``data.sources.data.path`` are the same key, and the override must win.
-    """
+    """Name single sources of data, in the YAML tree and in the overrides."""
+    # ``data.path`` and ``data.sources.data.path`` are the same key, and the override must win.
     renamed = list(changes)
     for section in DATA_KEYS:
         data = tree.get(section)
@@ -168,10 +166,8 @@ DATA_SECTION = re.compile(r"(.*\.)?(data|vocabulary_data|sources|sources\.[^.]+)
 
 
 def _drop_replaced_sections(tree: Any, changes: list[str]) -> None:
-    """Delete the data that an override ``key={...}`` replaces.
-
-    A merge would keep files of the other data.
-    """
+    """Delete the data that an override ``key={...}`` replaces."""
+    # A merge would keep files of the other data.
     for change in changes:
         key, _, value = change.partition("=")
         # Other values replace a section in any case. Only mappings would be merged.
@@ -355,8 +351,6 @@ def _insert_named_section(path: Path, tree: Any, key: str, changes: list[str]) -
 def _insert_choices(tree: Any, changes: list[str]) -> list[str]:
     """Insert the type of each of CHOICES, from the YAML tree or its last override, into ``tree``.
 
-    A type other than the tree's replaces the section, because losses have different bounds.
-
     Returns:
         The overrides without those of a type. Overrides below a section are kept.
     """
@@ -375,6 +369,7 @@ def _insert_choices(tree: Any, changes: list[str]) -> list[str]:
             # from_dotlist parses the value as YAML, so ``{type: ppo, ...}`` becomes a mapping.
             value = as_section(_plain(OmegaConf.select(OmegaConf.from_dotlist([change]), name)))
             # An override of the type with the same type keeps the other keys of the section.
+            # Another type replaces the section, because losses have different bounds.
             keeps_type = isinstance(section, dict) and section.get("type") == _read_type(value)
             if name == key or not keeps_type:
                 section = value

@@ -87,9 +87,10 @@ class TrainerConfig(PolicyConfig):
     def trained_quantization(self) -> Quantization | None:
         """Format through which experts are trained.
 
-        None with adapters, because the sum of a base and its adapters has no MXFP4 values.
+        None with adapters.
         """
-        # An adapter is trained in ``dtype``, and its base is frozen.
+        # The sum of a base and its adapters has no MXFP4 values. An adapter is trained in
+        # ``dtype``, and its base is frozen.
         return self.quantization if self.adapter is None else None
 
     @property

@@ -434,9 +434,9 @@ class SftConfig(RunConfig):
     def exports(self) -> bool:
         """True if the run ends with a Hugging Face checkpoint.
 
-        Runs on conversations do. Runs with adapters do, too, because another run cannot start from
-        their checkpoints, which have no base.
+        Runs on conversations and runs with adapters do.
         """
+        # Another run cannot start from a checkpoint of adapters, which has no base.
         return self.adapter is not None or self.data is not None
 
     @property

@@ -18,8 +18,6 @@ ANY_LENGTH = 1 << 40
 def conversation_texts(config: CorpusConfig, codec: ChatCodec) -> Iterator[str]:
     """Yield the first conversations of every source as rendered text.
 
-    Rejected conversations are skipped here, because training reports them.
-
     Args:
         config: sources to read.
         codec: codec whose vocabulary covers any text.
@@ -34,6 +32,7 @@ def conversation_texts(config: CorpusConfig, codec: ChatCodec) -> Iterator[str]:
             try:
                 samples, _ = renderer.render_record(row.parse(source.columns), source.format)
             except ConversationError:
+                # Training reports rejected conversations.
                 continue
             yield from (codec.decode(sample.token_ids) for sample in samples)
 

@@ -220,11 +220,9 @@ class HarmonyRenderer:
     # ---- system and developer messages
 
     def _prefix(self, conversation: Conversation) -> list[int]:
-        """Render the system message and the developer messages at the beginning.
-
-        Results are cached, because many conversations have the same ones.
-        """
-        # The key contains all that ``render_prefix`` gets.
+        """Render the system message and the developer messages at the beginning."""
+        # Cached, because many conversations have the same messages. The key contains all that
+        # ``render_prefix`` gets.
         key = _prefix_key(conversation)
         if key in self._prefixes:
             self._prefixes.move_to_end(key)

@@ -390,7 +390,7 @@ class Harmony:
     def parse_truncated_for_client(self, ids: Sequence[int]) -> TruncatedTurn:
         """Parse a turn that a limit cut off: see ``ChatCodec``.
 
-        A header that was cut off is dropped, because it has no usable information.
+        A header that was cut off is dropped.
         """
         # Case 1: cut within a text, which may be the arguments of a call. The parser accepts only
         # complete turns, so try each end token.
@@ -401,7 +401,8 @@ class Harmony:
             if not isinstance(messages, FormatError):
                 return TruncatedTurn(messages, (closing,))
 
-        # Case 2: cut within a header, or malformed. Keep the last message that is complete.
+        # Case 2: cut within a header, which has no usable information, or malformed. Keep the last
+        # message that is complete.
         ends = [place for place, token in enumerate(ids) if token == self.message_end]
         for place in reversed(ends[-TRIED_ENDS:]):
             for end in (self.answer_end, self.call_end):

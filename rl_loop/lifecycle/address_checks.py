@@ -99,11 +99,10 @@ def _host_and_port(address: str) -> tuple[str | None, int | None]:
 def _speaks_http2(host: str, port: int) -> bool:
     """Return True if a server answers HTTP/2's preface with a SETTINGS frame, as gRPC does.
 
-    Ray's control store uses gRPC.
-
     Raises:
         OSError: if no server listens.
     """
+    # Ray's control store uses gRPC.
     with socket.create_connection((host, port), timeout=CONNECT_SECONDS) as connection:
         if os.environ.get("RAY_USE_TLS", "0") not in ("0", ""):
             # A TLS handshake would need Ray's certificates.

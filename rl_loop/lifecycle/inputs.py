@@ -66,13 +66,14 @@ class RunInput:
 def read_inputs(paths: Mapping[str, str]) -> dict[str, RunInput]:
     """Return the inputs at some paths by configuration key.
 
-    Missing inputs are left out, because ``check_run_requirements`` reports them.
+    Missing inputs are left out.
 
     Raises:
         StartError: an input cannot be read.
     """
     inputs = {}
     for key, path in paths.items():
+        # ``check_run_requirements`` reports missing inputs.
         if not is_hub_dataset(path) and not Path(path).exists():
             continue
         try:

@@ -107,6 +107,7 @@ class ShownRunner(EpisodeRunner):
     def append(self, role: str, ids: list[int], sampled: GenerateResult | None = None) -> None:
         # Results of tools were shown before the policy answered them.
         if role in ("prompt", "assistant"):
+            # Shown before they are appended, when the draft's length is still their position.
             self._view.show_tokens(role, len(self.draft), ids)
         super().append(role, ids, sampled)
 
@@ -194,6 +195,7 @@ async def _play_written(
         stop = asyncio.ensure_future(turns.stopped.wait())
         try:
             await asyncio.wait({episode, stop}, return_when=asyncio.FIRST_COMPLETED)
+            # The episode waits for its turn forever if the policy failed.
             if turns.error is not None:
                 raise turns.error
             return episode.result()

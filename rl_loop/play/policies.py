@@ -105,6 +105,7 @@ class Script:
         try:
             rng = Random(f"{task.task_id}/{seed}")
             self._script: ScriptedPolicy = environment.solve(task, rng, inject_errors=False)
+            # Run up to its first turn here, because a `solve` that is a generator raises only then.
             self._first = next(self._script, None)
         except NotImplementedError as error:
             raise PlayError(

@@ -175,15 +175,13 @@ _BUILDERS: dict[ChatFormat, Callable[[EpisodesConfig], ChatCodec]] = {
 
 
 def vocabulary_corpus(config: EpisodesConfig) -> str:
-    """Return the corpus of a run's tiny Harmony vocabulary.
-
-    It includes the texts of all registered environments. Therefore words of every conversation,
-    such as "assistant", are tokens of every tiny vocabulary.
-    """
+    """Return the corpus of a run's tiny Harmony vocabulary."""
     harmony = Harmony(GptOssVocabulary(), config.prompt, config.sandbox.timeout_seconds)
     if config.vocabulary_conversations is not None:
         return "\n".join(conversation_texts(config.vocabulary_conversations, harmony))
 
+    # The texts of all registered environments, so that words of every conversation, such as
+    # "assistant", are tokens of every tiny vocabulary.
     texts = [ENVIRONMENTS.resolve(name).vocabulary_text() for name in ENVIRONMENTS]
     lines = [text for text in texts if text]
     for source in config.tasks.sources.values():
@@ -235,13 +233,11 @@ def _demonstrated_texts(source: SourceConfig, codec: ChatCodec) -> list[str]:
 
 
 def _corpus_tasks(source: SourceConfig) -> list[Task]:
-    """Return generated tasks of a source, or rows of its file if it has no generator.
-
-    Generated tasks come first, so that a run on generated tasks and a run on files have the same
-    vocabulary.
-    """
+    """Return generated tasks of a source, or rows of its file if it has no generator."""
     environment = environment_class(source.environment)
     options = environment.Options.model_validate(source.options)
+    # Generated tasks come first, so that a run on generated tasks and a run on files have the same
+    # vocabulary.
     try:
         generated = [environment.generate("train", 0, i, options) for i in range(CORPUS_TASKS)]
     except NotImplementedError:

@@ -54,10 +54,8 @@ class PlayedEpisode:
 def demonstrate(
     task: Task, codec: ChatCodec, mixture: DemonstrationConfig, seed: str
 ) -> Demonstration:
-    """Return one episode on ``task`` as in a rollout. Equal arguments give equal episodes.
-
-    No code runs, because environments simulate the Python calls of their scripts.
-    """
+    """Return one episode on ``task`` as in a rollout. Equal arguments give equal episodes."""
+    # No code runs, because environments simulate the Python calls of their scripts.
     return render_as_sampled(_play_script(task, mixture, seed), codec)
 
 

@@ -85,13 +85,13 @@ class TaskMixture:
     def cursor(self, position: int) -> dict[str, Any]:
         """Return the state of the data before the task at ``position``, as JSON for a checkpoint.
 
-        The state counts rows in the order of the data. This order and these numbers include tasks
-        that are left out. Therefore a resumed run uses every task once, even if it leaves out other
-        tasks than before.
+        The state counts rows in the order of the data. A resumed run uses every task once, even if
+        it leaves out other tasks than before.
         """
         sources = {}
         for number, (name, source) in enumerate(self.sources.items()):
             if source.total is not None:
+                # Positions and rows include tasks that are left out.
                 used = self._mixture.count_before(position, number)
                 sources[name] = {"tasks": source.total, "used_rows": source.used_rows(used)}
         return {"position": position, "sources": sources}
@@ -409,10 +409,8 @@ class TaskSource:
 
 
 def prompt_text(task: Task) -> str:
-    """Return the text of the user's and the assistant's messages.
-
-    Developer messages are left out, because many tasks have the same ones.
-    """
+    """Return the text of the user's and the assistant's messages."""
+    # Developer messages are left out, because many tasks have the same ones.
     asked = [message for message in task.messages if message["role"] not in ("system", "developer")]
     return "\n".join(content_text(message) for message in asked or task.messages)
 

@@ -173,7 +173,7 @@ def merge_small_files(directory: Path) -> bool:
 def delete_steps_after(directory: Path, step: int) -> None:
     """Drop the episodes of later steps, and leftovers of a crash.
 
-    Held-out episodes of ``step`` are dropped, too, because a resume samples them again.
+    Held-out episodes of ``step`` are dropped, too.
     """
     if not directory.exists():
         return
@@ -186,8 +186,8 @@ def delete_steps_after(directory: Path, step: int) -> None:
             # A crash came between the merge and the deletion of its sources.
             path.unlink()
     for file in files:
-        # Read only the two columns that decide which rows to keep. Whole files are read only if
-        # they lose some of their rows.
+        # Held-out episodes of ``step`` are sampled again by a resume. Read only the two columns
+        # that decide which rows to keep. Whole files are read only if they lose some of their rows.
         kept = _is_kept(_read(file.path, ["step", "split"]), step)
         if not pc.any(kept).as_py():
             file.path.unlink()

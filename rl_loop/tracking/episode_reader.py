@@ -219,14 +219,12 @@ class EpisodeReader:
     def _scan(
         self, keys: list[_RowGroup], text: str, hits: dict[_RowGroup, np.ndarray], deadline: float
     ) -> None:
-        """Search row groups on all cores until ``deadline``, and add the results to ``hits``.
-
-        Each core searches at least one row group, so that repeated searches finish on a slow disk.
-        """
+        """Search row groups on all cores until ``deadline``, and add the results to ``hits``."""
         left = iter(keys)
 
         def scan_next(_: int) -> None:
             has_scanned = False
+            # At least one row group for each core, so that repeated searches finish on a slow disk.
             while not has_scanned or time.monotonic() < deadline:
                 # The iterator gives each key to only one thread.
                 key = next(left, None)

@@ -184,10 +184,10 @@ class RunDirectory:
     def delete_steps_after(self, step: int) -> None:
         """Drop metrics of later steps, and a last line that a crash truncated.
 
-        A resume after ``step`` steps calls it first. An evaluation after that step is dropped, too,
-        because the resumed run repeats it.
+        A resume after ``step`` steps calls it first. An evaluation after that step is dropped, too.
         """
         if self.metrics.exists():
+            # The resumed run repeats the evaluation after ``step``.
             kept = [
                 record
                 for record in read_json_lines(self.metrics)

@@ -98,10 +98,8 @@ def _relative(answered: dict[str, Tensor], expected: dict[str, Tensor]) -> dict[
 
 
 def _mean_error(answered: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
-    """Return the mean relative error, with each error clamped to 2.
-
-    A gradient that should be zero has no meaningful relative error.
-    """
+    """Return the mean relative error, with each error clamped to 2."""
+    # A gradient that should be zero has no meaningful relative error.
     return float(np.mean([min(error, 2.0) for error in _relative(answered, expected).values()]))
 
 
