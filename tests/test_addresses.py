@@ -22,7 +22,7 @@ TAKES_ADDRESSES = {
     # stream order.
     "kernels/gptoss_kernels/mxfp4/gpu.py:launch_fake_quantize",
     # These check only the alignment.
-    "kernels/gptoss_kernels/sink_attention/window.py:_dense",
+    "kernels/gptoss_kernels/sink_attention/hopper.py:_dense",
     "kernels/gptoss_kernels/adapter_merge.py:_check_update",
     "kernels/gptoss_kernels/adapter_merge.py:_aligned",
     "megatron_gptoss/layers/merge.py:_has_kernel",

@@ -146,7 +146,7 @@ def attention_calls(
 
     shape = ShapeClass(inputs.q.device, inputs.q.dtype, HEADS, KV_HEADS, HEAD_SIZE, window)
     calls: dict[str, Callable[[], torch.Tensor]] = {}
-    for backend in ("short" if window is None else "window", "flash4", "flash3"):
+    for backend in ("hopper", "flash4", "flash3"):
         reason = unsupported_reason(backend, shape)
         if reason is None:
             calls[backend] = partial(run, backend)

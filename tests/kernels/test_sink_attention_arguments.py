@@ -15,15 +15,14 @@ ON_GPU = ShapeClass(torch.device("cuda"), torch.bfloat16, 8, 2, 64, window=None)
     [
         (ON_GPU, set(), True),
         (ON_GPU, {"flash3"}, False),
-        (ON_GPU, {"short"}, False),
-        (ON_GPU, {"window"}, True),
-        (ON_GPU._replace(window=9), {"window"}, False),
-        (ON_GPU._replace(window=9), {"short"}, True),
+        (ON_GPU, {"hopper"}, False),
+        (ON_GPU._replace(window=9), {"hopper"}, False),
+        (ON_GPU._replace(window=9), {"reference"}, True),
         (ON_GPU._replace(dtype=torch.float32), set(), False),
         (ON_GPU._replace(device=torch.device("cpu")), set(), False),
     ],
 )
-def test_layer_is_slow_if_no_kernel_of_its_kind_can_run(
+def test_layer_is_slow_if_no_kernel_can_run(
     shape: ShapeClass, available: set[str], is_slow: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def reason(backend: str, shape: ShapeClass) -> str | None:
@@ -74,7 +73,7 @@ def good():
         ("scale", 0.0),
         ("scale", float("nan")),
         ("backend", "fastest"),
-        ("backend", "window"),
+        ("backend", "hopper"),
         ("backend", "flash4"),
     ],
 )
@@ -113,5 +112,5 @@ def test_mean_length_is_weighted_by_tokens():
 
 def test_the_diagnosis_names_every_backend():
     text = describe()
-    for name in ("window", "short", "flash4", "flash3", "reference"):
+    for name in ("hopper", "flash4", "flash3", "reference"):
         assert name in text

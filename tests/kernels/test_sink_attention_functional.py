@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from gptoss_kernels.sink_attention import dispatch, sink_attention, window
+from gptoss_kernels.sink_attention import dispatch, hopper, sink_attention
 from gptoss_kernels.sink_attention.dispatch import ShapeClass, unsupported_reason
 from gptoss_kernels.sink_attention.functional import (
     AttentionSettings,
@@ -114,24 +114,22 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     def reason(backend: str, shape: ShapeClass) -> str | None:
         if backend.startswith("flash"):
             return f"{backend} is not installed"
-        if backend == "reference" or (backend == "window") == (shape.window is not None):
-            return None
-        return "window takes windows, short takes None"
+        return None
 
-    monkeypatch.setattr(window, "_kernel", load_kernel)
-    monkeypatch.setattr(window, "_tensor_map", lambda *unused, **also_unused: None)
+    monkeypatch.setattr(hopper, "_kernel", load_kernel)
+    monkeypatch.setattr(hopper, "_tensor_map", lambda *unused, **also_unused: None)
     monkeypatch.setattr(dispatch, "unsupported_reason", reason)
     dispatch.choose_backend.cache_clear()
     yield names
     dispatch.choose_backend.cache_clear()
 
 
-@pytest.mark.parametrize("backend", ["auto", "named"])
+@pytest.mark.parametrize("backend", ["auto", "hopper"])
 @pytest.mark.parametrize(
-    ("width", "name", "kernels"),
+    ("width", "kernels"),
     [
-        (None, "short", ["full_forward", "full_backward_q", "backward_kv"]),
-        (16, "window", ["window_forward", "window_backward_q", "backward_kv"]),
+        (None, ["full_forward", "full_backward_q", "backward_kv"]),
+        (16, ["window_forward", "window_backward_q", "backward_kv"]),
     ],
 )
 @pytest.mark.parametrize("queries", [QUERIES, KEYS])
@@ -139,7 +137,6 @@ def test_both_passes_run_the_backend_that_is_named(
     launches: list[str],
     caplog: pytest.LogCaptureFixture,
     width: int | None,
-    name: str,
     kernels: list[str],
     queries: list[int],
     backend: str,
@@ -147,19 +144,19 @@ def test_both_passes_run_the_backend_that_is_named(
     """A context-parallel rank that reports the kernels for short sequences also runs them."""
     q, k, v, sinks, grad_o = inputs(8, 1, 64, queries, KEYS)
     segments = AttentionSegments.from_lengths(queries, KEYS, q.device)
-    settings = AttentionSettings(width, 0.3, backend="auto" if backend == "auto" else name)
+    settings = AttentionSettings(width, 0.3, backend)
     with caplog.at_level(logging.INFO):
         o, lse = attention_forward(q, k, v, sinks, segments, settings)
         attention_backward((q, k, v, sinks, o, lse), grad_o, segments, settings)
     assert launches == kernels
-    assert backend == "named" or [record.args[-1] for record in caplog.records] == [name]
+    assert backend == "hopper" or [record.args[-1] for record in caplog.records] == ["hopper"]
 
     if queries is KEYS:
         launches.clear()
         q.requires_grad_()
         offsets = segments.cu_seqlens_q
         out = sink_attention(
-            q, k, v, sinks, cu_seqlens=offsets, max_seqlen=100, window=width, backend=name
+            q, k, v, sinks, cu_seqlens=offsets, max_seqlen=100, window=width, backend="hopper"
         )
         out.backward(grad_o)
         assert launches == kernels
@@ -168,16 +165,11 @@ def test_both_passes_run_the_backend_that_is_named(
 @pytest.mark.parametrize(
     ("backend", "width", "message"),
     [
-        ("flash5", None, "backend must be one of auto, reference, window, short, flash3, flash4"),
+        ("flash5", None, "backend must be one of auto, reference, hopper, flash3, flash4"),
         (
-            "short",
-            None,
-            "backend 'short' does not support these arguments: short needs a CUDA device",
-        ),
-        (
-            "window",
+            "hopper",
             16,
-            "backend 'window' does not support these arguments: window needs a CUDA device",
+            "backend 'hopper' does not support these arguments: hopper needs a CUDA device",
         ),
         (
             "flash4",
@@ -199,9 +191,10 @@ def test_a_backend_that_cannot_compute_is_rejected(
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("backend", ["flash4", "window", "short"])
-def test_gpu_backends_are_within_bf16_of_the_reference(backend: str) -> None:
-    window = 128 if backend == "window" else None
+@pytest.mark.parametrize(
+    ("backend", "window"), [("flash4", None), ("hopper", 128), ("hopper", None)]
+)
+def test_gpu_backends_are_within_bf16_of_the_reference(backend: str, window: int | None) -> None:
     reason = unsupported_reason(
         backend, ShapeClass(torch.device("cuda", 0), torch.bfloat16, 64, 8, 64, window)
     )

@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 from gptoss_kernels.sink_attention import flash, sink_attention
 from gptoss_kernels.sink_attention.autograd import SinkAttentionFunction
 from gptoss_kernels.sink_attention.dispatch import ShapeClass, choose_backend, unsupported_reason
+from gptoss_kernels.sink_attention.hopper import hopper_backward, hopper_forward
 from gptoss_kernels.sink_attention.layout import AttentionSegments, packed_layout
 from gptoss_kernels.sink_attention.reference import reference_backward, reference_forward
-from gptoss_kernels.sink_attention.window import window_backward, window_forward
 from tests.support.kernels.plain_flash4 import flash4_kernels
 
 pytestmark = pytest.mark.gpu
@@ -76,7 +76,7 @@ def assert_close_to_fp64(results, q, k, v, sinks, grad_o, cu_seqlens, window):
             assert error(x, y) <= bound, f"d{name}"
 
 
-OURS = pytest.mark.parametrize(("backend", "window"), [("window", 128), ("short", None)])
+OURS = pytest.mark.parametrize(("backend", "window"), [("hopper", 128), ("hopper", None)])
 
 
 def need(backend, window):
@@ -90,7 +90,7 @@ def need(backend, window):
 @pytest.mark.parametrize("window", [1, 2, 17, 127, 128, 129, 137, None])
 def test_our_kernels_are_within_bf16_of_fp64(window):
     inputs = random_inputs(UNEVEN)
-    assert_close_to_fp64(run("window" if window else "short", *inputs, window), *inputs, window)
+    assert_close_to_fp64(run("hopper", *inputs, window), *inputs, window)
 
 
 @pytest.mark.parametrize(
@@ -103,18 +103,18 @@ def test_our_kernels_are_within_bf16_of_fp64(window):
 )
 def test_our_kernels_take_any_grouping_of_heads(heads, kv_heads, window):
     inputs = random_inputs(UNEVEN, heads, kv_heads)
-    assert_close_to_fp64(run("window", *inputs, window), *inputs, window)
-    assert_close_to_fp64(run("short", *inputs, None), *inputs, None)
+    assert_close_to_fp64(run("hopper", *inputs, window), *inputs, window)
+    assert_close_to_fp64(run("hopper", *inputs, None), *inputs, None)
 
 
 def test_rows_may_have_o_and_lse_of_more_keys():
     # the sequence is cut, and rows of the second part attend to keys of the first part
     length, cut, window = 400, 150, 128
     q, k, v, sinks, grad_o, cu_seqlens = random_inputs([length])
-    o, lse = window_forward(q, k, v, sinks, packed_layout(cu_seqlens), window, 0.125)
+    o, lse = hopper_forward(q, k, v, sinks, packed_layout(cu_seqlens), window, 0.125)
     layout = packed_layout(torch.tensor([0, length - cut], dtype=torch.int32, device="cuda"))
     part = [x[cut:].contiguous() for x in (q, k, v, o, lse, grad_o)]
-    grads = window_backward((*part[:3], sinks, *part[3:5]), part[5], layout, window, 0.125)
+    grads = hopper_backward((*part[:3], sinks, *part[3:5]), part[5], layout, window, 0.125)
     exact = [x.double() for x in part]
     expected = reference_backward(
         (*exact[:3], sinks.double(), *exact[3:5]), exact[5], layout, window, 0.125
@@ -131,7 +131,9 @@ def test_flash_backends_are_within_bf16_of_fp64(backend, window):
     assert_close_to_fp64(run(backend, *inputs, window), *inputs, window)
 
 
-@pytest.mark.parametrize(("backend", "window"), [("window", 128), ("short", None), ("folded", 128)])
+@pytest.mark.parametrize(
+    ("backend", "window"), [("hopper", 128), ("hopper", None), ("folded", 128)]
+)
 @pytest.mark.parametrize("sink", [-1e4, 0.0, 30.0])
 def test_extreme_sinks_give_finite_correct_results(backend, window, sink):
     need(backend, window)
@@ -143,24 +145,24 @@ def test_extreme_sinks_give_finite_correct_results(backend, window, sink):
 @pytest.mark.parametrize("lengths", [[1], [2], [129], [1] * 100 + [127], [131072]], ids=str)
 def test_our_kernels_from_one_token_to_131072(lengths):
     inputs = random_inputs(lengths, heads=8, kv_heads=1)
-    assert_close_to_fp64(run("window", *inputs, 128), *inputs, 128)
+    assert_close_to_fp64(run("hopper", *inputs, 128), *inputs, 128)
     if lengths[0] < 10_000:
-        assert_close_to_fp64(run("short", *inputs, None), *inputs, None)
+        assert_close_to_fp64(run("hopper", *inputs, None), *inputs, None)
 
 
 def test_pack_of_4096_sequences_matches_reference():
     generator = torch.Generator().manual_seed(3)
     lengths = torch.randint(1, 40, (4096,), generator=generator).tolist()
     inputs = random_inputs(lengths, heads=8, kv_heads=1)
-    assert_close_to_fp64(run("window", *inputs, 128), *inputs, 128)
+    assert_close_to_fp64(run("hopper", *inputs, 128), *inputs, 128)
 
 
 @settings(max_examples=20, deadline=None)
 @given(lengths=st.lists(st.integers(40, 400), min_size=1, max_size=12), seed=st.integers(0, 1000))
 def test_any_packing_matches_fp64_reference(lengths, seed):
     inputs = random_inputs(lengths, heads=16, kv_heads=2, seed=seed)
-    assert_close_to_fp64(run("window", *inputs, 128), *inputs, 128)
-    assert_close_to_fp64(run("short", *inputs, None), *inputs, None)
+    assert_close_to_fp64(run("hopper", *inputs, 128), *inputs, 128)
+    assert_close_to_fp64(run("hopper", *inputs, None), *inputs, None)
 
 
 def test_every_output_element_is_written():
@@ -170,8 +172,8 @@ def test_every_output_element_is_written():
         poison = [torch.full_like(x, torch.nan) for x in (q, q, k, v)]
         poison += [torch.full((q.shape[0], 64, n), torch.nan, device="cuda") for n in (1, 2)]
         del poison
-        o, lse = window_forward(q, k, v, sinks, layout, window, 0.125)
-        grads = window_backward((q, k, v, sinks, o, lse), grad_o, layout, window, 0.125)
+        o, lse = hopper_forward(q, k, v, sinks, layout, window, 0.125)
+        grads = hopper_backward((q, k, v, sinks, o, lse), grad_o, layout, window, 0.125)
         assert all(torch.isfinite(x).all() for x in (o, lse, *grads))
 
 
@@ -235,8 +237,8 @@ def test_graph_of_full_attention_backward_replays_on_new_values():
     saved = [x.clone() for x in first[:5]]
 
     def passes():
-        o, lse = window_forward(*saved[:4], layout, None, 0.125)
-        return window_backward((*saved[:4], o, lse), saved[4], layout, None, 0.125)
+        o, lse = hopper_forward(*saved[:4], layout, None, 0.125)
+        return hopper_backward((*saved[:4], o, lse), saved[4], layout, None, 0.125)
 
     passes()
     graph = torch.cuda.CUDAGraph()
@@ -254,8 +256,8 @@ def test_inputs_need_not_be_contiguous():
     wide = torch.cat((q, k, v), 1)
     views = wide.split([64, 8, 8], 1)
     for x, y in zip(
-        run("window", *views, sinks, grad_o, cu_seqlens, 128),
-        run("window", q, k, v, sinks, grad_o, cu_seqlens, 128),
+        run("hopper", *views, sinks, grad_o, cu_seqlens, 128),
+        run("hopper", q, k, v, sinks, grad_o, cu_seqlens, 128),
         strict=True,
     ):
         assert torch.equal(x, y)
@@ -265,9 +267,9 @@ def test_auto_uses_our_kernels_for_windows_and_short_sequences():
     device = torch.device("cuda", torch.cuda.current_device())
     windowed = ShapeClass(device, torch.bfloat16, 64, 8, 64, 128)
     full = windowed._replace(window=None)
-    assert choose_backend(windowed, short=False) == "window"
-    assert choose_backend(full, short=True) == "short"
-    in_order = ("flash4", "flash3", "short")
+    assert choose_backend(windowed, short=False) == "hopper"
+    assert choose_backend(full, short=True) == "hopper"
+    in_order = ("flash4", "flash3", "hopper")
     first = next(name for name in in_order if unsupported_reason(name, full) is None)
     assert choose_backend(full, short=False) == first
     assert choose_backend(windowed._replace(dtype=torch.float32), short=False) == "reference"
@@ -275,5 +277,5 @@ def test_auto_uses_our_kernels_for_windows_and_short_sequences():
 
 def test_bf16_sinks_are_accepted_and_get_a_bf16_gradient():
     q, k, v, sinks, grad_o, cu_seqlens = random_inputs([200, 56])
-    results = run("window", q, k, v, sinks.bfloat16(), grad_o, cu_seqlens, 128)
+    results = run("hopper", q, k, v, sinks.bfloat16(), grad_o, cu_seqlens, 128)
     assert results[-1].dtype == torch.bfloat16

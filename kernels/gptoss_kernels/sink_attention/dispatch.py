@@ -2,11 +2,10 @@
 
 The order of "auto" follows the measurements on an H200 in docs/performance/attention.md:
 
-window    Kernels of this package for sliding-window layers. Fastest for every length.
-short     Kernels of this package for full attention. Fastest if sequences average at most
-          SHORT_MEAN tokens. Used for longer sequences if no FlashAttention is installed.
-flash4    flash-attn-4. Fastest for full attention over longer sequences on Hopper. Supports
-          windows and head sizes that the kernels of this package do not.
+hopper    Kernels of this package. Fastest for sliding windows, and for full attention if sequences
+          average at most SHORT_MEAN tokens.
+flash4    flash-attn-4. Fastest for full attention over longer sequences. Supports windows and head
+          sizes that the kernels of this package do not.
 flash3    FlashAttention-3. Second for longer sequences, because the sink needs an extra pass.
 reference Plain torch, for everything else: CPUs, fp32, fp64, and GPUs without the above.
 """
@@ -17,11 +16,11 @@ from typing import NamedTuple
 
 import torch
 
-from gptoss_kernels.sink_attention import flash, window
+from gptoss_kernels.sink_attention import flash, hopper
 
 logger = logging.getLogger(__name__)
 
-BACKENDS = ("auto", "reference", "window", "short", "flash3", "flash4")
+BACKENDS = ("auto", "reference", "hopper", "flash3", "flash4")
 """Valid values of a backend option."""
 FLASH_MODULES = {"flash3": "flash_attn_interface", "flash4": "flash_attn.cute"}
 """Python module of each FlashAttention backend."""
@@ -30,7 +29,8 @@ FLASH_HEAD_SIZES = (64, 96, 128)
 # The kernels of backend short are about as fast as flash-attn-4 for sequences of 2,048 tokens and
 # 1.13x to 1.24x as fast for 1,024 (docs/performance/attention.md). Their gain falls with length.
 SHORT_MEAN = 1024
-"""Largest ``PackedLayout.mean_length``, in tokens, for which "auto" prefers backend short."""
+"""Largest ``PackedLayout.mean_length``, in tokens, for which "auto" prefers backend hopper in full
+attention."""
 
 
 class ShapeClass(NamedTuple):
@@ -95,10 +95,9 @@ def choose_backend(shape: ShapeClass, short: bool) -> str:
         shape: properties of the layer and its tensors.
         short: whether the mean sequence length is at most SHORT_MEAN.
     """
-    # "window" supports only windows and "short" only full attention, so one order serves both.
-    order = ["window", "flash4", "flash3", "short"]
-    if short:
-        order = ["window", "short", "flash4", "flash3"]
+    order = ["flash4", "flash3", "hopper"]
+    if short or shape.window is not None:
+        order = ["hopper", "flash4", "flash3"]
     supported = [backend for backend in order if unsupported_reason(backend, shape) is None]
     chosen = supported[0] if supported else "reference"
 
@@ -117,8 +116,7 @@ def slow_reason(shape: ShapeClass) -> str | None:
     """
     if shape.device.type != "cuda" or shape.dtype != torch.bfloat16:
         return None
-    kernel = "short" if shape.window is None else "window"
-    reasons = [unsupported_reason(backend, shape) for backend in (kernel, "flash4", "flash3")]
+    reasons = [unsupported_reason(backend, shape) for backend in ("hopper", "flash4", "flash3")]
     if None in reasons:
         return None
     return f"sink attention for {shape} uses the slow reference: {'; '.join(map(str, reasons))}"
@@ -134,17 +132,9 @@ def unsupported_reason(backend: str, shape: ShapeClass) -> str | None:
     if shape.dtype != torch.bfloat16:
         return f"{backend} supports only bf16, q is {shape.dtype}"
 
-    # Both names share their kernels. They are separate backends so that "auto" can put them at
-    # different places of its order.
-    if backend in ("window", "short"):
-        takes_windows = backend == "window"
-        has_window = shape.window is not None
-        if takes_windows != has_window:
-            return (
-                f"window is {shape.window}: backend window needs a window, backend short needs None"
-            )
+    if backend == "hopper":
         heads_per_kv = shape.heads // shape.kv_heads
-        return window.unsupported_reason(shape.device, heads_per_kv, shape.head_size, shape.window)
+        return hopper.unsupported_reason(shape.device, heads_per_kv, shape.head_size, shape.window)
 
     module = FLASH_MODULES[backend]
     if not flash.installed(module):
@@ -160,24 +150,15 @@ def unsupported_reason(backend: str, shape: ShapeClass) -> str | None:
 def describe() -> str:
     """Return a report of the available backends, one line per backend, for ``gptoss doctor``."""
     # Heads and head sizes are those of GPT-OSS.
-    lines = [
-        "sink attention backends, in the order auto tries them for 64/8 heads of size 64 in bf16:"
-    ]
+    lines = ["sink attention backends for 64/8 heads of size 64 in bf16:"]
     device = torch.device("cpu")
     if torch.cuda.is_available():
         device = torch.device("cuda", torch.cuda.current_device())
     windowed = ShapeClass(device, torch.bfloat16, heads=64, kv_heads=8, head_size=64, window=128)
     full = windowed._replace(window=None)
 
-    backends = {
-        "window": windowed,
-        "short": full,
-        "flash4": full,
-        "flash3": full,
-        "reference": full,
-    }
-    for backend, shape in backends.items():
-        reason = unsupported_reason(backend, shape)
+    for backend in ("hopper", "flash4", "flash3", "reference"):
+        reason = unsupported_reason(backend, windowed)
         status = "available" if reason is None else f"no: {reason}"
         lines.append(f"  {backend:10s}{status}")
 

@@ -4,19 +4,15 @@ from functools import partial
 
 from gptoss_kernels.sink_attention import flash
 from gptoss_kernels.sink_attention.autograd import AttentionPasses
+from gptoss_kernels.sink_attention.hopper import hopper_backward, hopper_forward
 from gptoss_kernels.sink_attention.layout import AttentionSegments, PackedLayout
 from gptoss_kernels.sink_attention.reference import reference_backward, reference_forward
-from gptoss_kernels.sink_attention.window import window_backward, window_forward
 
 OWN_PASSES = {
-    "window": (window_forward, window_backward),
-    "short": (window_forward, window_backward),
+    "hopper": (hopper_forward, hopper_backward),
     "reference": (reference_forward, reference_backward),
 }
-"""Forward and backward pass of the backends that this package implements.
-
-Backends window and short share their functions. The argument ``window`` selects the kernel.
-"""
+"""Forward and backward pass of the backends that this package implements."""
 
 
 def bind_passes(

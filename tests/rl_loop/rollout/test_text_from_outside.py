@@ -129,6 +129,13 @@ def test_megabyte_of_error_in_a_retry_blocks_below_50_ms(full: Harmony, run: str
             [ParsedMessage("analysis", "python", "code", code)], "<|call|>"
         )
 
+    # Before the measurement, because only the test renders the policy's turns on the event loop.
+    turns = [
+        call("x = 1\n" * 2000),
+        call("y = 2\n" * 2000),
+        full.render_assistant([final("x")], "<|return|>"),
+    ]
+
     async def play() -> Trajectory:
         async def execute(code: str) -> Any:
             raise ToolError(text)
@@ -136,11 +143,6 @@ def test_megabyte_of_error_in_a_retry_blocks_below_50_ms(full: Harmony, run: str
         environment = ReToolEnvironment(
             Task("t", [{"role": "user", "content": "Go."}], "1"), execute, RewardConfig()
         )
-        turns = [
-            call("x = 1\n" * 2000),
-            call("y = 2\n" * 2000),
-            full.render_assistant([final("x")], "<|return|>"),
-        ]
         limits = EpisodeLimits(max_turns=2, max_episode_tokens=400_000, max_episode_seconds=100)
         return await run_episode(
             "t",

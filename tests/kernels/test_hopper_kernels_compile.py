@@ -10,10 +10,8 @@ import torch
 
 from gptoss_kernels import nvrtc
 from gptoss_kernels.nvrtc import compile_cubin
-from gptoss_kernels.sink_attention import window
-from gptoss_kernels.sink_attention.layout import PackedLayout
-from gptoss_kernels.sink_attention.reference import reference_backward, reference_forward
-from gptoss_kernels.sink_attention.window import (
+from gptoss_kernels.sink_attention import hopper
+from gptoss_kernels.sink_attention.hopper import (
     SOURCES,
     KernelShape,
     _items,
@@ -22,6 +20,8 @@ from gptoss_kernels.sink_attention.window import (
     supported_heads_per_kv,
     unpad_heads,
 )
+from gptoss_kernels.sink_attention.layout import PackedLayout
+from gptoss_kernels.sink_attention.reference import reference_backward, reference_forward
 
 pytestmark = pytest.mark.skipif(
     torch.version.cuda is None, reason="torch without CUDA has no NVRTC"
@@ -175,10 +175,10 @@ def test_a_tensor_map_that_the_driver_rejects_is_described(encoding_calls):
 
 def test_inputs_become_contiguous_and_16_byte_aligned():
     x = torch.arange(24, dtype=torch.bfloat16).view(4, 6)
-    assert window._dense(x).data_ptr() == x.data_ptr()
+    assert hopper._dense(x).data_ptr() == x.data_ptr()
     memory = torch.arange(25, dtype=torch.bfloat16)
     for view in (memory[1:].view(4, 6), x.t(), x[:, 2:]):
-        dense = window._dense(view)
+        dense = hopper._dense(view)
         assert torch.equal(dense, view)
         assert dense.is_contiguous()
         assert dense.data_ptr() % 16 == 0

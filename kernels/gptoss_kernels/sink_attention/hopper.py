@@ -171,7 +171,7 @@ def supported_heads_per_kv(heads_per_kv: int, window: int | None) -> int | None:
     return next(fitting, None)
 
 
-def window_forward(
+def hopper_forward(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -200,7 +200,7 @@ def window_forward(
     if supported is not None and supported > heads_per_kv:
         # Drop the results of the added heads.
         q, sinks = pad_heads(q, kv_heads, supported), pad_heads(sinks[None], kv_heads, supported)[0]
-        o, lse = window_forward(q, k, v, sinks, layout, window, scale)
+        o, lse = hopper_forward(q, k, v, sinks, layout, window, scale)
         return unpad_heads(o, kv_heads, heads_per_kv), unpad_heads(lse, kv_heads, heads_per_kv)
 
     q, k, v = (_dense(x) for x in (q, k, v))
@@ -224,7 +224,7 @@ def window_forward(
     return o, lse
 
 
-def window_backward(
+def hopper_backward(
     saved: SavedTensors, grad_o: Tensor, layout: PackedLayout, window: int | None, scale: float
 ) -> Gradients:
     """Compute the gradients of q, k, v and the sinks.
@@ -250,7 +250,7 @@ def window_backward(
             pad_heads(x, kv_heads, supported) for x in (q, o, lse, grad_o, sinks[None])
         )
         padded = (q, k, v, sinks[0], o, lse)
-        grad_q, grad_k, grad_v, grad_sinks = window_backward(padded, grad_o, layout, window, scale)
+        grad_q, grad_k, grad_v, grad_sinks = hopper_backward(padded, grad_o, layout, window, scale)
         grad_q = unpad_heads(grad_q, kv_heads, heads_per_kv)
         return grad_q, grad_k, grad_v, unpad_heads(grad_sinks[None], kv_heads, heads_per_kv)[0]
 
