@@ -56,7 +56,7 @@ def uneven_seconds(episode: str, version: int) -> float:
     """
     task, sample = episode.split("/")
     split, number = task.split("-")[-2:]
-    if split == "train" and int(number) >= TASKS and sample == "0" and version == 0:
+    if split == "train" and int(number) >= TASKS and int(sample) % 4 == 0 and version == 0:
         return 600.0
     return 0.05 * random.Random(episode).random()
 
