@@ -76,10 +76,12 @@ class TokenColumns[Array]:
     current."""
     is_spliced: Annotated[Array | None, Column("bool", "driver")] = None
     """True if the token was sampled in another context. None if no token was."""
-    teacher_ids: Annotated[Array | None, Column("int32", "rank", is_wide=True)] = None
+    teacher_log_probs: Annotated[Array | None, Column("float32", "driver")] = None
+    """Log-prob by the teacher of on-policy distillation, in nats."""
+    teacher_top_ids: Annotated[Array | None, Column("int32", "rank", is_wide=True)] = None
     """The k tokens that a teacher of distillation finds most likely at the place of this token."""
-    teacher_log_probs: Annotated[Array | None, Column("float32", "rank", is_wide=True)] = None
-    """Log-probs of ``teacher_ids`` by the teacher, in nats."""
+    teacher_top_log_probs: Annotated[Array | None, Column("float32", "rank", is_wide=True)] = None
+    """Log-probs of ``teacher_top_ids`` by the teacher, in nats."""
 
     @property
     def columns(self) -> dict[str, Array]:

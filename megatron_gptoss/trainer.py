@@ -172,18 +172,18 @@ class PolicyTrainer(LogProbScorer):
         """Return the function that computes the first arguments of ``loss_function``.
 
         For a policy these are log-probs and entropy, stacked as [2, labels]. For batches with
-        ``teacher_ids`` [labels, k] they are followed by the log-probs of these ids: [2 + k, labels].
+        ``teacher_top_ids`` [labels, k] they are followed by the log-probs of these ids: [2 + k, labels].
         """
 
         def head(hidden: Tensor, weight: Tensor, group: Any, batch: PackedBatch) -> Tensor:
-            if batch.teacher_ids is None:
+            if batch.teacher_top_ids is None:
                 return torch.stack(label_log_probs(hidden, weight, batch, temperature, group))
             # Not once for each pair of token and label, because the teacher's ids may differ.
             log_probs, entropy, of_teacher_ids = log_probs_with_candidates(
                 batch.at_labels(hidden),
                 weight,
                 batch.labels,
-                batch.teacher_ids.long(),
+                batch.teacher_top_ids.long(),
                 temperature,
                 group,
             )
@@ -317,7 +317,7 @@ class PolicyTrainer(LogProbScorer):
 
 def _loss_arguments(values: Tensor, batch: PackedBatch) -> list[Tensor]:
     """Split the output of a training head into the first arguments of a loss function."""
-    if batch.teacher_ids is None:
+    if batch.teacher_top_ids is None:
         return list(values)
     return [values[0], values[1], values[2:].t()]
 

@@ -40,7 +40,7 @@ from rl_loop.rollout.group_store import FinishedGroups, GroupStore
 from rl_loop.rollout.group_stream import GroupRequest, GroupStream, RolloutsAbandoned
 from rl_loop.tracking.metrics import StepMetrics
 from rl_loop.tracking.recorder import StepRecord, StepRecorder
-from rl_loop.tracking.step_metrics import add_mismatch_without_replay
+from rl_loop.tracking.step_metrics import add_mismatch_without_replay, add_teacher_metrics
 from rl_loop.trainer.checkpointer import Checkpointer
 from rl_loop.weight_sync.canary import CanaryTolerance, SyncCheck, check_sync
 from rl_loop.weight_sync.source import WeightSource
@@ -52,7 +52,7 @@ far above it."""
 
 
 class RlTrainer(WeightSource, Protocol):
-    """The policy, its critic and its reference policy: a TrainerGroup (``trainer.group``).
+    """The policy and the models beside it: a TrainerGroup (``trainer.group``).
 
     It splits the samples over the data-parallel ranks, and calls the method of the same name of
     ``trainer.worker.TrainerWorker`` on every rank.
@@ -60,9 +60,7 @@ class RlTrainer(WeightSource, Protocol):
 
     def score(self, samples: TrainingSamples, temperature: float | None = None) -> np.ndarray: ...
 
-    def compute_values_and_reference_log_probs(
-        self, samples: TrainingSamples
-    ) -> dict[str, np.ndarray]: ...
+    def compute_estimates(self, samples: TrainingSamples) -> dict[str, np.ndarray]: ...
 
     def rl_step(self, samples: TrainingSamples, step: int) -> RlUpdates: ...
 
@@ -341,14 +339,15 @@ class RlLoop:
     def add_estimates(
         self, step: int, samples: TrainingSamples, record: StepRecord
     ) -> TrainingSamples:
-        """Return the samples with values of the critic and log-probs of the reference policy.
+        """Return the samples with the estimates of critic, reference policy and teacher.
 
         Steps with an evaluation also measure the mismatch without routing replay.
         """
         with record.timed("estimate"):
-            if self.algorithm.critic is not None or self.algorithm.kl is not None:
-                estimates = self.trainer.compute_values_and_reference_log_probs(samples)
-                samples = samples.with_columns(**estimates)
+            if self.algorithm.estimates:
+                samples = samples.with_columns(**self.trainer.compute_estimates(samples))
+            if self.algorithm.distillation is not None:
+                add_teacher_metrics(record.metrics, samples)
             # Without routes the trainer chooses the experts again, as it would without routing
             # replay.
             if self._compares_routes(step):
@@ -417,8 +416,7 @@ class RlLoop:
         """Return True if a forward pass over the samples precedes the update."""
         algorithm = self.algorithm
         return (
-            algorithm.critic is not None
-            or algorithm.kl is not None
+            bool(algorithm.estimates)
             or algorithm.old_log_probs_from == "forward"
             or self._compares_routes(step)
         )

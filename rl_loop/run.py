@@ -164,8 +164,8 @@ def run_rl(
     Raises:
         RunInterrupted: the run was asked to stop.
     """
-    if config.algorithm.critic is not None or config.algorithm.kl is not None:
-        # Values and reference log-probs are columns, too, and double the memory that a step uses.
+    if config.algorithm.estimates:
+        # Estimates are columns, too, and double the memory that a step uses.
         keep_freed_memory()
     how = StartMode.chosen(resume=resume, overwrite=overwrite, resume_or_new=resume_or_new)
     with RlSession(config, show, how) as session:

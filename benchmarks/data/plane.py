@@ -413,9 +413,9 @@ def run_step(
         groups = [ray.get(reference) for reference in references]
     with stages["samples"].measured():
         samples = to_samples(groups, algorithm, version=0)
-    if algorithm.critic is not None or algorithm.kl is not None:
+    if algorithm.estimates:
         with stages["estimate"].measured():
-            estimates = group.compute_values_and_reference_log_probs(samples)
+            estimates = group.compute_estimates(samples)
             samples = samples.with_columns(**estimates)
     with stages["advantages"].measured():
         rollout = config.rollout

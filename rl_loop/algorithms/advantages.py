@@ -111,6 +111,11 @@ def reinforce(rewards: BatchRewards) -> torch.Tensor:
     return reinforce_advantages(rewards.totals)
 
 
+def none(rewards: BatchRewards) -> torch.Tensor:
+    """Ignore the rewards: zeros, fp64 [samples]."""
+    return torch.zeros_like(rewards.totals)
+
+
 # ---- one group
 
 

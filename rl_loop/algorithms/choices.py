@@ -150,6 +150,13 @@ class GaeAdvantage(FunctionChoice):
     """Trade-off between returns (1) and the critic's estimates (0)."""
 
 
+class NoAdvantage(FunctionChoice):
+    """0 for every sample, so that only ``algorithm.distillation`` trains the policy."""
+
+    type: Literal["none"] = "none"
+    """Name of the advantage."""
+
+
 class CustomAdvantage(FunctionChoice):
     """An advantage from outside the project."""
 
@@ -247,6 +254,7 @@ AnyAdvantage = Annotated[
     | Annotated[GdpoAdvantage, Tag(f"{TAG}gdpo")]
     | Annotated[ReinforceAdvantage, Tag(f"{TAG}reinforce")]
     | Annotated[GaeAdvantage, Tag(f"{TAG}gae")]
+    | Annotated[NoAdvantage, Tag(f"{TAG}none")]
     | Annotated[CustomAdvantage, Tag(f"{TAG}custom")],
     Discriminator(_advantage_tag),
     BeforeValidator(as_section),

@@ -4,6 +4,7 @@
 nor Ray.
 """
 
+from pathlib import Path
 from typing import Any, Literal, Self
 
 from pydantic import Field, model_validator
@@ -105,6 +106,22 @@ class KlConfig(StrictModel):
         return self
 
 
+class DistillationConfig(StrictModel):
+    """On-policy distillation: the policy samples, and a teacher scores every sampled token.
+
+    The advantage of a token is increased by coefficient x (log pi_teacher - log pi), with the engine's
+    log-prob as log pi. Its mean is the negative reverse KL divergence KL(policy || teacher) (Agarwal et
+    al., arXiv 2306.13649; Thinking Machines, "On-Policy Distillation").
+    """
+
+    teacher: Path
+    """Hugging Face directory of the teacher, of any family, with the vocabulary of ``model``. Every
+    trainer rank holds a part of it. The teacher chooses its own experts."""
+    coefficient: float = Field(1.0, gt=0)
+    """Factor of the difference of log-probs. It is added to the advantage of the reward, after
+    whitening."""
+
+
 class CriticConfig(StrictModel):
     """Value model of GAE: the policy's architecture and layout, with a scalar head."""
 
@@ -127,8 +144,8 @@ class AlgorithmConfig(StrictModel):
 
     advantage: AnyAdvantage = GrpoAdvantage()
     """Baseline of a sample: its group (grpo, dr_grpo, rloo; gdpo for several rewards), the
-    mean of the batch (reinforce), a value model (gae), or MODULE:FUNCTION. A plain NAME is short
-    for ``{type: NAME}``."""
+    mean of the batch (reinforce), a value model (gae), or MODULE:FUNCTION. none: 0, for
+    distillation without rewards. A plain NAME is short for ``{type: NAME}``."""
     standard_deviation: Literal["sample", "population"] = "sample"
     """Divisor of a sum of squares in grpo, gdpo and whitening: n - 1 (sample: verl, TRL, slime,
     OpenRLHF) or n (population). With population, advantages are 15% larger at 4 samples per task,
@@ -158,6 +175,8 @@ class AlgorithmConfig(StrictModel):
     1 and max_staleness is 0, else forward."""
     kl: KlConfig | None = None
     """KL penalty. null for no reference policy."""
+    distillation: DistillationConfig | None = None
+    """Distance to a teacher as an additional advantage of every token. null for no teacher."""
     entropy_bonus: float = Field(0.0, ge=0)
     """Coefficient of the entropy bonus in the loss."""
     correction: CorrectionConfig = CorrectionConfig()
@@ -193,6 +212,16 @@ class AlgorithmConfig(StrictModel):
         return "detach" if on_policy else "forward"
 
     @property
+    def estimates(self) -> tuple[str, ...]:
+        """Columns that advantages and losses need from other models than the policy."""
+        columns = {
+            "values": self.critic,
+            "reference_log_probs": self.kl,
+            "teacher_log_probs": self.distillation,
+        }
+        return tuple(name for name, model in columns.items() if model is not None)
+
+    @property
     def whitens_over(self) -> str | None:
         """Value of ``whiten_advantages`` with the advantage's default. None without whitening."""
         # The sum of normalized parts grows with their number, so the paper whitens the batch.
@@ -220,6 +249,7 @@ class AlgorithmConfig(StrictModel):
     @model_validator(mode="after")
     def _check(self) -> Self:
         self._check_advantage()
+        self._check_unrewarded()
         self._check_whitening()
         self._check_old_log_probs()
         self._check_policy_loss()
@@ -255,6 +285,27 @@ class AlgorithmConfig(StrictModel):
                 "compares with other tasks or a value model. Set dynamic_sampling_rounds=1, or "
                 "use a group-relative advantage."
             )
+
+    def _check_unrewarded(self) -> None:
+        """Refuse advantage none without a teacher, and settings of rewards that it ignores."""
+        if self.advantage.type != "none":
+            return
+        if self.distillation is None:
+            raise ValueError(
+                "advantage none ignores the rewards, so nothing would be learned. Set "
+                "algorithm.distillation, or another advantage."
+            )
+        ignored = {
+            "overlong_buffer_tokens": self.overlong_buffer_tokens is not None,
+            "kl.apply_to=reward": self.kl is not None and self.kl.apply_to == "reward",
+            "whiten_advantages": self.whiten_advantages is not None,
+        }
+        for name, is_set in ignored.items():
+            if is_set:
+                raise ValueError(
+                    f"{name} changes advantages of rewards, but advantage none has none. Leave it "
+                    "out, or use another advantage."
+                )
 
     def _check_whitening(self) -> None:
         if self.whiten_advantages == "samples" and self.advantage.type == "gae":

@@ -73,7 +73,7 @@ def distillation_objective(loss_tokens: int) -> LossFunction:
         in_loss = batch.loss_mask
         # Both inputs are masked, too. A mask of the result alone would not keep a NaN of another
         # token out of the gradient.
-        teacher = _only(in_loss[:, None], batch.column("teacher_log_probs"))
+        teacher = _only(in_loss[:, None], batch.column("teacher_top_log_probs"))
         kl = forward_kl(_only(in_loss[:, None], of_teacher_ids), teacher)
         total = _only(in_loss, kl).sum()
         sums = {

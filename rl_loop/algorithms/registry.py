@@ -26,6 +26,7 @@ ADVANTAGES: Registry[Callable[..., Any]] = Registry(
         "rloo": "rl_loop.algorithms.advantages:rloo",
         "gdpo": "rl_loop.algorithms.advantages:gdpo",
         "reinforce": "rl_loop.algorithms.advantages:reinforce",
+        "none": "rl_loop.algorithms.advantages:none",
         # Needs tokens and values, not BatchRewards. The assignment of advantages calls it
         # separately.
         "gae": "rl_loop.algorithms.advantages:generalized_advantages",

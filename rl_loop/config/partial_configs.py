@@ -106,8 +106,13 @@ class TrainerConfig(PolicyConfig):
 
     @property
     def distillation(self) -> DistillationLoss | None:
-        """Teacher and its settings. None without distillation."""
+        """Distillation as the loss of supervised fine-tuning. None for other losses."""
         return None
+
+    @property
+    def teacher(self) -> Path | None:
+        """Hugging Face directory of the teacher. None without distillation."""
+        return None if self.distillation is None else self.distillation.teacher
 
     @property
     def training_temperature(self) -> float:

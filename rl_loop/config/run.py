@@ -242,8 +242,14 @@ class RlConfig(RunConfig):
         return self.vocabulary_data
 
     @property
+    def teacher(self) -> Path | None:
+        """Teacher of on-policy distillation. None without one."""
+        distillation = self.algorithm.distillation
+        return None if distillation is None else distillation.teacher
+
+    @property
     def memory_inputs(self) -> MemoryInputs:
-        """Memory inputs with critic, reference policy and engine of reinforcement learning."""
+        """Memory inputs with the additional models and the engine of reinforcement learning."""
         # One entry per additional model on the GPU: its optimizer, or None if it is frozen. With
         # adapters the base of the policy is the reference policy.
         auxiliary_models: list[OptimizerConfig | None] = []
@@ -263,6 +269,8 @@ class RlConfig(RunConfig):
             ),
             mini_batches=self.algorithm.mini_batches,
         )
+        if self.teacher is not None:
+            inputs = replace(inputs, teacher=read_model(self.teacher))
         return inputs.with_sequences(self.rollout.tasks_per_step * self.rollout.samples_per_task)
 
     @model_validator(mode="after")
@@ -463,8 +471,8 @@ class SftConfig(RunConfig):
         """Memory inputs with a teacher, for sequences of ``data``'s maximum length."""
         # ``super()`` assumes that a sample can fill a micro-batch.
         inputs = super().memory_inputs
-        if self.distillation is not None:
-            inputs = replace(inputs, teacher=read_model(self.distillation.teacher))
+        if self.teacher is not None:
+            inputs = replace(inputs, teacher=read_model(self.teacher))
         if self.data is None:
             return inputs
         # The last token of a sequence takes no position in a row.

@@ -28,6 +28,8 @@ def assign_advantages(
 ) -> TrainingSamples:
     """Return the samples with advantages, and with returns if they have values.
 
+    With distillation, the teacher's advantages are added to those of the rewards.
+
     Episodes are compared: an episode with several sequences counts once, and all its sequences have
     its advantage. A truncated episode that is masked counts, too, but has no token in the loss.
     Invalid episodes are not among the trajectories. A KL penalty in the reward applies per token
@@ -47,6 +49,19 @@ def assign_advantages(
     trajectories = [trajectory for group in groups for trajectory in group.trajectories]
     if not trajectories:
         return samples.with_columns(advantages=np.zeros(0, dtype=np.float32))
+    samples = _assign_rewards(samples, groups, config, max_response_tokens, max_episode_tokens)
+    return _add_distillation(samples, config)
+
+
+def _assign_rewards(
+    samples: TrainingSamples,
+    groups: Sequence[TrajectoryGroup],
+    config: AlgorithmConfig,
+    max_response_tokens: int,
+    max_episode_tokens: int | None,
+) -> TrainingSamples:
+    """Return the samples with the advantages of their rewards, as ``assign_advantages`` does."""
+    trajectories = [trajectory for group in groups for trajectory in group.trajectories]
     for trajectory in trajectories:
         _check_reward(trajectory)
 
@@ -246,6 +261,42 @@ def _kl_penalties(
     # safeguard.
     is_recent = samples.staleness[start:end][is_sampled] <= config.max_staleness
     return torch.where(torch.from_numpy(is_recent), penalties, 0.0)
+
+
+# -- distillation ---------------------------------------------------------------------------------
+
+
+def _add_distillation(samples: TrainingSamples, config: AlgorithmConfig) -> TrainingSamples:
+    """Return the samples with the teacher's advantages added to those of sampled tokens.
+
+    A token's own difference of log-probs is its credit: later tokens do not count, as with a discount
+    of 0. Tokens older than ``max_staleness`` get none, because the losses leave them out.
+    """
+    if config.distillation is None:
+        return samples
+    assert samples.advantages is not None
+    compared = compared_with_teacher(samples)
+    if samples.staleness is not None:
+        compared &= samples.staleness <= config.max_staleness
+    gains = np.where(compared, teacher_gains(samples), 0.0)
+    added = samples.advantages + config.distillation.coefficient * gains
+    return samples.with_columns(advantages=added.astype(np.float32))
+
+
+def teacher_gains(samples: TrainingSamples) -> np.ndarray:
+    """Return log pi_teacher - log pi of every token, with the policy that sampled: fp64 [tokens]."""
+    teacher = samples.column("teacher_log_probs").astype(np.float64)
+    return teacher - samples.column("rollout_log_probs")
+
+
+def compared_with_teacher(samples: TrainingSamples) -> np.ndarray:
+    """Return which tokens policy and teacher predict from the same context: bool [tokens].
+
+    They are the sampled tokens. A spliced token was sampled in another context than the teacher sees.
+    """
+    if samples.is_spliced is None:
+        return samples.loss_mask.copy()
+    return samples.loss_mask & ~samples.is_spliced
 
 
 # -- generalized advantage estimation -------------------------------------------------------------

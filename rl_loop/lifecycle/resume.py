@@ -14,7 +14,7 @@ from rl_loop.config.errors import ConfigError
 from rl_loop.config.load import dump_config, read_yaml
 from rl_loop.config.run import RlConfig, RunConfig, SftConfig
 from rl_loop.lifecycle.inputs import (
-    TEACHER,
+    TEACHERS,
     TOOL_SERVERS,
     WEIGHTS,
     RunInput,
@@ -55,9 +55,9 @@ def input_paths(config: RunConfig) -> dict[str, str]:
     paths |= task_input_paths(config.tasks)
     if isinstance(config, SftConfig):
         paths |= data_input_paths("data", config.data)
-        if config.distillation is not None:
-            paths[TEACHER] = config.distillation.teacher
+        paths[TEACHERS["sft"]] = config.teacher
     if isinstance(config, RlConfig):
+        paths[TEACHERS["rl"]] = config.teacher
         paths |= data_input_paths("vocabulary_data", config.vocabulary_data)
     return {key: str(path) for key, path in paths.items() if path is not None}
 

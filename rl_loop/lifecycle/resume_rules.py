@@ -216,6 +216,10 @@ RULES: dict[str, ResumeRule] = {
     "algorithm.critic.lr": LEARNING,
     "algorithm.critic.value_clip": LEARNING,
     "algorithm.critic.warmup_steps": LEARNING,
+    "algorithm.distillation": LEARNING,
+    "algorithm.distillation.coefficient": LEARNING,
+    # Compared by content, not by path.
+    "algorithm.distillation.teacher": FILES,
     # Every step reserves the numbers of all its rounds, so seeds and tasks would shift.
     "algorithm.dynamic_sampling_rounds": _rejected(DATA),
     "algorithm.entropy_bonus": LEARNING,

@@ -29,7 +29,7 @@ from rl_loop.harmony.o200k import ensure_o200k
 from rl_loop.lifecycle.address_checks import check_endpoint, check_ray_address
 from rl_loop.lifecycle.disk_checks import check_disk, check_writable, disk_need
 from rl_loop.lifecycle.error_hints import how_to_make, how_to_make_weights
-from rl_loop.lifecycle.inputs import TEACHER
+from rl_loop.lifecycle.inputs import TEACHERS
 from rl_loop.lifecycle.store_size import (
     StoreNeed,
     check_local_store,
@@ -77,8 +77,8 @@ def check_run_requirements(config: RunConfig, has_own_ray: bool = False) -> None
         check_weights("initial_weights", config.initial_weights, config.model)
     if config.initial_adapter is not None and config.adapter is not None:
         check_initial_adapter(config.initial_adapter, config.adapter, config.model)
-    if isinstance(config, SftConfig) and config.distillation is not None:
-        check_teacher(config.distillation.teacher, config)
+    if config.teacher is not None:
+        check_teacher(config.teacher, config)
     # A resumed run loads this checkpoint. A new run has no checkpoint, so the check passes.
     check_newest_checkpoint(RunDirectory(config.directory))
 
@@ -215,7 +215,7 @@ def _tiny_tokens(config: RunConfig) -> dict[str, int]:
         return text_tokens(Path(scratch))
 
 
-def check_teacher(teacher: Path, config: SftConfig) -> None:
+def check_teacher(teacher: Path, config: RunConfig) -> None:
     """Check that a directory has a teacher for the configured model.
 
     Raises:
@@ -223,20 +223,21 @@ def check_teacher(teacher: Path, config: SftConfig) -> None:
             teacher does not fit the layout of the policy.
         TokenizerError: a tokenizer cannot be read.
     """
+    key = TEACHERS["sft" if isinstance(config, SftConfig) else "rl"]
     try:
         model = read_model(teacher)
     except ValueError as error:
-        raise StartError(f"{TEACHER}: {error}") from None
+        raise StartError(f"{key}: {error}") from None
     if model is None:
         raise StartError(
-            f"{TEACHER}: {teacher} has no config.json. Name a Hugging Face directory, such as the "
+            f"{key}: {teacher} has no config.json. Name a Hugging Face directory, such as the "
             "export of a run"
         )
 
-    check_weights(TEACHER, teacher, model)
+    check_weights(key, teacher, model)
     if model.vocab_size != config.model.vocab_size:
         raise StartError(
-            f"{TEACHER}: {teacher} has {model.vocab_size} token ids, but model.vocab_size is "
+            f"{key}: {teacher} has {model.vocab_size} token ids, but model.vocab_size is "
             f"{config.model.vocab_size}. Use a teacher with the vocabulary of the model"
         )
 
@@ -244,13 +245,13 @@ def check_teacher(teacher: Path, config: SftConfig) -> None:
     theirs = tokenizer_directory(teacher)
     if own is not None and theirs is not None and text_tokens(own) != text_tokens(theirs):
         raise StartError(
-            f"{TEACHER}: the tokenizers of {theirs} and {own} have different tokens. Use a "
+            f"{key}: the tokenizers of {theirs} and {own} have different tokens. Use a "
             "teacher with the vocabulary of the model"
         )
     try:
         config.parallel.for_teacher(model).check_layout(model, None, ())
     except ValueError as error:
-        raise StartError(f"{TEACHER}: {teacher} does not fit the layout: {error}") from None
+        raise StartError(f"{key}: {teacher} does not fit the layout: {error}") from None
 
 
 def check_evaluation_requirements(config: RlConfig, weights: Path | None, output: Path) -> None:

@@ -196,16 +196,10 @@ def _episode_bytes() -> int:
 def _rank_bytes(rollout: RolloutConfig, algorithm: AlgorithmConfig) -> int:
     """Return the bytes per token that the ranks receive and return in all passes over a step."""
     # Columns that the configuration does not use. All other columns count.
-    unused: set[str] = set()
-    results = []
-    if algorithm.kl is None:
-        unused.add("reference_log_probs")
-    else:
-        results.append("reference_log_probs")
+    results = list(algorithm.estimates)
+    unused = {"values", "reference_log_probs", "teacher_log_probs"} - set(results)
     if algorithm.critic is None:
-        unused |= {"values", "returns"}
-    else:
-        results.append("values")
+        unused.add("returns")
     if algorithm.old_log_probs_from == "detach":
         unused.add("staleness")
     if rollout.purification is None:

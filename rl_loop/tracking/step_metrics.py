@@ -11,6 +11,7 @@ from megatron_gptoss.samples import TrainingSamples
 from megatron_gptoss.step_results import SharedTokens, StepStatistics
 from rl_loop.algorithms.objectives import LOSS_METRICS, STALENESS_CLASSES
 from rl_loop.algorithms.policy_loss import kl_estimate
+from rl_loop.data.credit import compared_with_teacher, teacher_gains
 from rl_loop.data.rollout_batch import AsyncGroups, RlUpdates
 from rl_loop.data.trajectory import FinishReason, Trajectory, TrajectoryGroup
 from rl_loop.infrastructure import COMPONENTS
@@ -143,6 +144,16 @@ def add_signal_metrics(
         without_signal += not (has_advantage & samples.loss_mask[tokens]).any()
         first = last
     metrics.add_mean(MetricName.GROUPS_WITHOUT_SIGNAL, without_signal, len(groups), "groups")
+
+
+def add_teacher_metrics(metrics: StepMetrics, samples: TrainingSamples) -> None:
+    """Add the distance to the teacher, from samples with the teacher's log-probs.
+
+    It is the k1 estimate of KL(policy || teacher) at the sampling temperature, in nats per token.
+    """
+    compared = compared_with_teacher(samples)
+    total = -teacher_gains(samples)[compared].sum()
+    metrics.add_mean(MetricName.TEACHER_KL, total, compared.sum(), "tokens")
 
 
 def add_staleness_metrics(

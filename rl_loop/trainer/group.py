@@ -170,17 +170,12 @@ class TrainerGroup:
         self._inputs.release()
         return statistics
 
-    def compute_values_and_reference_log_probs(
-        self, samples: TrainingSamples
-    ) -> dict[str, np.ndarray]:
-        """Compute the columns that advantages need, float32 [tokens] each.
-
-        They are ``values`` with a critic, and ``reference_log_probs`` with a KL penalty.
-        """
+    def compute_estimates(self, samples: TrainingSamples) -> dict[str, np.ndarray]:
+        """Compute the columns ``AlgorithmConfig.estimates``, float32 [tokens] each."""
         plan = self._plan(samples)
         inputs = self._inputs.store(samples, plan, self._estimated_from)
         results: list[dict[str, np.ndarray]] = self._on_ranks(
-            "compute_values_and_reference_log_probs", inputs, self._result_ranks
+            "compute_estimates", inputs, self._result_ranks
         )
         # All ranks return the same columns.
         return {
@@ -192,7 +187,7 @@ class TrainerGroup:
 
     @property
     def _estimated_from(self) -> Sequence[str]:
-        """Columns that critic and reference policy read."""
+        """Columns that critic, reference policy and teacher read."""
         algorithm = self._objective
         is_own_base = self._settings.adapter is not None and algorithm.kl is not None
         if is_own_base and algorithm.routing_replay == "R3":
@@ -228,7 +223,7 @@ class TrainerGroup:
 
     def teacher_score(self, samples: TrainingSamples) -> np.ndarray | None:
         """Compute the log-probs of the teacher, as ``score`` does. None without a teacher."""
-        if self._settings.distillation is None:
+        if self._settings.teacher is None:
             return None
         plan = self._plan(samples)
         inputs = self._inputs.store(samples, plan, SCORED_COLUMNS)

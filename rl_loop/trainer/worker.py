@@ -108,8 +108,8 @@ class TrainerWorker:
         elif self.algorithm.kl and settings.initial_adapter is not None:
             self._reference_factors = copy_factors(self.model)
         self.teacher: LogProbScorer | None = None
-        if settings.distillation is not None:
-            self.teacher = LogProbScorer(build_teacher(settings, settings.distillation.teacher))
+        if settings.teacher is not None:
+            self.teacher = LogProbScorer(build_teacher(settings, settings.teacher))
         self.critic: ValueTrainer | None = None
         if self.algorithm.critic:
             # Values are not sampled, so a critic's trained weights stay as they are.
@@ -210,20 +210,17 @@ class TrainerWorker:
             tops = self.teacher.top_log_probs(batches, k)
         for batch, (ids, log_probs) in zip(batches, tops, strict=True):
             # On the host, like all columns, until their micro-batch is computed.
-            batch.teacher_ids = ids.cpu()
-            batch.teacher_log_probs = log_probs.cpu()
+            batch.teacher_top_ids = ids.cpu()
+            batch.teacher_top_log_probs = log_probs.cpu()
 
-    def compute_values_and_reference_log_probs(self, inputs: RankInputs) -> dict[str, np.ndarray]:
-        """Compute the columns of this rank's sequences that advantages need, float32 [tokens] each.
-
-        They are ``values`` with a critic, and ``reference_log_probs`` with a KL penalty.
-        """
-        columns = {}
-        if self.critic is not None:
-            columns["values"] = self._score_with(self.critic, inputs)
-        if self.algorithm.kl:
-            columns["reference_log_probs"] = self._reference_log_probs(inputs)
-        return columns
+    def compute_estimates(self, inputs: RankInputs) -> dict[str, np.ndarray]:
+        """Compute ``AlgorithmConfig.estimates`` of this rank's sequences, float32 [tokens] each."""
+        compute = {
+            "values": lambda: self._score_with(self.critic, inputs),
+            "reference_log_probs": lambda: self._reference_log_probs(inputs),
+            "teacher_log_probs": lambda: self.teacher_score(inputs),
+        }
+        return {name: compute[name]() for name in self.algorithm.estimates}
 
     def _reference_log_probs(self, inputs: RankInputs) -> np.ndarray:
         """Compute the log-probs of the run's initial policy, as ``score`` does for the policy."""

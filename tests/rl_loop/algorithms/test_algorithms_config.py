@@ -141,6 +141,9 @@ def test_printed_defaults_do_not_depend_on_the_chosen_spelling(path: Path, secti
     given = "".join(f", {key}: {named[key]}" for key in own & {"reward_weights"})
     needed = ["algorithm.dynamic_sampling_rounds=1"] if section == "advantage" else []
     needed += ["algorithm.critic={}"] if named["type"] == "gae" else []
+    if named["type"] == "none":
+        # dapo's penalty and rounds need rewards.
+        needed += ["algorithm.distillation.teacher=x", "algorithm.overlong_buffer_tokens=null"]
     for choice in (
         f"algorithm.{section}={{type: {named['type']}{given}}}",
         f"algorithm.{section}.type={named['type']}",

@@ -95,7 +95,7 @@ def test_objective_ignores_tokens_outside_of_the_loss() -> None:
     outside = ~batch.loss_mask
     log_probs[outside] = torch.nan
     teacher[outside] = torch.nan
-    batch.teacher_log_probs = teacher
+    batch.teacher_top_log_probs = teacher
     leaf = log_probs.requires_grad_()
     labels = leaf.detach()[:, 0]
 

@@ -54,6 +54,7 @@ SECTIONS = {
     "algorithm.advantage.gae_lambda": ["algorithm=ppo"],
     "algorithm.advantage.gamma": ["algorithm=ppo"],
     "algorithm.kl.": ["algorithm.kl={}"],
+    "algorithm.distillation.": ["algorithm.distillation={teacher: teachers/first}"],
     "adapter.": ["adapter={rank: 4}"],
     "loss.type": [],
     "loss.": ["loss={type: distillation, teacher: teachers/first}"],
@@ -85,6 +86,7 @@ VALUES: dict[str, list[str]] = {
     "algorithm.policy_loss.type": ["algorithm.policy_loss=cispo"],
     "algorithm.correction.bounds": ["algorithm.correction={weight: icepop, bounds: [0.3, 3.0]}"],
     "algorithm.critic": ["algorithm=ppo"],
+    "algorithm.distillation": ["algorithm.distillation={teacher: teachers/first}"],
     "training.max_tokens_per_micro_batch": ["training.max_tokens_per_micro_batch=512"],
 }  # fmt: skip
 """Overrides for keys whose other values are valid only in combination."""
@@ -241,7 +243,12 @@ def test_every_path_is_an_input(tmp_path: Path) -> None:
     rl = load_config(
         CONFIGS / "rl/tiny_retool.yaml",
         RlConfig,
-        [*paths, *adapters, f"vocabulary_data={conversations}"],
+        [
+            *paths,
+            *adapters,
+            f"vocabulary_data={conversations}",
+            f"algorithm.distillation.teacher={tmp_path}",
+        ],
     )
     inputs |= set(input_paths(rl))
     teacher = f"loss={{type: distillation, teacher: {tmp_path}}}"

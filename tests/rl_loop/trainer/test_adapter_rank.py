@@ -68,11 +68,11 @@ def test_reference_policy_is_the_base_without_a_second_model(base: Path, tmp_pat
     initial = f"initial_weights={base}/hf"
     expected = scores(tmp_path / "plain", initial)
     with open_trainer(tmp_path / "x", initial, ADAPTER, "quantization=mxfp4", KL) as (group, rank):
-        before = group.compute_values_and_reference_log_probs(SAMPLES)["reference_log_probs"]
+        before = group.compute_estimates(SAMPLES)["reference_log_probs"]
         assert np.array_equal(before, group.score(SAMPLES)), "B is zero"
         for step in range(2):
             group.sft_step(SAMPLES, step)
-        after = group.compute_values_and_reference_log_probs(SAMPLES)["reference_log_probs"]
+        after = group.compute_estimates(SAMPLES)["reference_log_probs"]
         assert np.array_equal(after, expected)
         assert np.abs(group.score(SAMPLES) - expected).max() > 0.1
 
@@ -169,7 +169,7 @@ def test_reference_of_a_run_with_initial_adapter_includes_it(
         weights = group.weights()
         learned = group.score(SAMPLES)
 
-        reference = group.compute_values_and_reference_log_probs(SAMPLES)["reference_log_probs"]
+        reference = group.compute_estimates(SAMPLES)["reference_log_probs"]
         assert np.array_equal(reference, started_with)
         assert np.abs(learned - started_with).max() > 0.01
         assert rank._worker.reference is None
@@ -181,7 +181,7 @@ def test_reference_of_a_run_with_initial_adapter_includes_it(
         expected = group.sft_step(SAMPLES, 2).sums["loss"]
     with open_trainer(tmp_path / "x", *options) as (group, _):
         group.resume()
-        again = group.compute_values_and_reference_log_probs(SAMPLES)["reference_log_probs"]
+        again = group.compute_estimates(SAMPLES)["reference_log_probs"]
         assert np.array_equal(again, started_with)
         assert group.sft_step(SAMPLES, 2).sums["loss"] == expected
 
@@ -259,7 +259,7 @@ def test_reference_replays_the_engines_routes_like_the_policy(base: Path, tmp_pa
         group,
         _,
     ):
-        reference = group.compute_values_and_reference_log_probs(samples)["reference_log_probs"]
+        reference = group.compute_estimates(samples)["reference_log_probs"]
         assert group.route_agreement()["routes_compared"] == 0, "only the policy's are counted"
         assert np.array_equal(reference, group.score(samples)), "B is zero"
         assert not np.array_equal(reference, group.score(samples.without_routes()))

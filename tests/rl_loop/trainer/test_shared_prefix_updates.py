@@ -93,7 +93,7 @@ def results_on_rank(config: RunConfig, samples: TrainingSamples, rank: LocalRank
         if isinstance(config, RlConfig):
             if config.algorithm.routing_replay != "R3":
                 samples = samples.without_routes()
-            found |= trainer.compute_values_and_reference_log_probs(samples)
+            found |= trainer.compute_estimates(samples)
             updates = trainer.rl_step(samples, 0)
             (update,) = updates.policy
             found |= {"new log-probs": updates.tokens.log_probs, "entropy": updates.tokens.entropy}

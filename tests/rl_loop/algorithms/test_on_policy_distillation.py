@@ -1,0 +1,221 @@
+"""A teacher scores the sampled tokens. The difference of log-probs is their advantage."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from converters.hf_directory import write_hf_directory
+from converters.names import hf_shapes
+from converters.random_weights import random_hf_weights
+from megatron_gptoss.config import ModelConfig
+from megatron_gptoss.planning.state_memory import weight_memory
+from megatron_gptoss.samples import TrainingSamples
+from rl_loop.algorithms.choices import NoAdvantage
+from rl_loop.algorithms.config import AlgorithmConfig, DistillationConfig
+from rl_loop.algorithms.objectives import policy_objective
+from rl_loop.config.errors import ConfigError, StartError
+from rl_loop.config.run import RlConfig
+from rl_loop.data.credit import assign_advantages
+from rl_loop.data.trajectory import Trajectory, TrajectoryGroup
+from rl_loop.lifecycle.start_checks import check_teacher
+from rl_loop.tracking.metrics import StepMetrics
+from rl_loop.tracking.run_directory import read_training_steps
+from rl_loop.tracking.step_metrics import add_teacher_metrics
+from tests.support.in_process import local_loop
+from tests.support.rl_loop.algorithms import build_sample_batch
+from tests.support.rl_loop.small_config import config
+
+COEFFICIENT = 0.5
+TEACHER = Path("teacher")
+
+
+def algorithm(**settings: Any) -> AlgorithmConfig:
+    distillation = DistillationConfig(teacher=TEACHER, coefficient=COEFFICIENT)
+    return AlgorithmConfig(distillation=distillation, **settings)
+
+
+def scored_samples(**columns: list[Any]) -> TrainingSamples:
+    """Return two episodes of 4 and 3 tokens with log-probs of the teacher."""
+    first = {
+        "token_ids": [1, 2, 3, 4],
+        "loss_mask": [0, 1, 0, 1],
+        "rollout_log_probs": [0.0, -1.0, 0.0, -2.0],
+        "teacher_log_probs": [0.0, -3.0, -9.0, -0.5],
+    }
+    second = {
+        "token_ids": [1, 2, 3],
+        "loss_mask": [0, 1, 1],
+        "rollout_log_probs": [0.0, -1.0, -1.0],
+        "teacher_log_probs": [0.0, -1.0, -2.0],
+    }
+    joined = TrainingSamples.join([first, second])
+    return joined.with_columns(**{name: np.array(column) for name, column in columns.items()})
+
+
+def group(samples: TrainingSamples, rewards: tuple[float, float]) -> TrajectoryGroup:
+    """Return the episodes of the samples."""
+    names = ("token_ids", "loss_mask", "rollout_log_probs")
+    rows = zip(*(samples.rows(name) for name in names), rewards, strict=True)
+    episodes = [
+        Trajectory("t", **dict(zip((*names, "reward"), row, strict=True)))  # type: ignore[arg-type]
+        for row in rows
+    ]
+    return TrajectoryGroup("t", episodes)
+
+
+def test_teachers_advantage_is_added_to_that_of_the_reward() -> None:
+    samples = scored_samples()
+    groups = [group(samples, (1.0, 0.0))]
+    rewarded = assign_advantages(samples, groups, AlgorithmConfig(), 10).column("advantages")
+    both = assign_advantages(samples, groups, algorithm(), 10).column("advantages")
+    alone = assign_advantages(samples, groups, algorithm(advantage=NoAdvantage()), 10)
+
+    gains = COEFFICIENT * np.array([0, -2, 0, 1.5, 0, 0, -1])
+    assert rewarded.any()
+    np.testing.assert_allclose(both, rewarded + gains, atol=1e-6)
+    np.testing.assert_allclose(alone.column("advantages"), gains, atol=1e-6)
+
+
+def test_spliced_and_old_tokens_get_no_advantage_of_the_teacher() -> None:
+    samples = scored_samples(
+        is_spliced=[False, True, False, False, False, False, False],
+        staleness=np.array([0, 0, 0, 1, 0, 0, 2], dtype=np.int32),  # type: ignore[arg-type]
+    )
+    settings = algorithm(advantage=NoAdvantage(), max_staleness=1)
+    assigned = assign_advantages(samples, [group(samples, (1.0, 0.0))], settings, 10)
+    expected = COEFFICIENT * np.array([0, 0, 0, 1.5, 0, 0, 0])
+    np.testing.assert_allclose(assigned.column("advantages"), expected, atol=1e-6)
+
+    metrics = StepMetrics(step=1)
+    add_teacher_metrics(metrics, samples)
+    assert metrics.values()["distillation/teacher_kl"] == pytest.approx((-1.5 + 0 + 1) / 3)
+
+
+def test_gradient_equals_that_of_the_formula() -> None:
+    """The loss is -coefficient / N x the sum of (log pi_teacher - log pi) x log pi over N tokens."""
+    samples = scored_samples()
+    settings = algorithm(advantage=NoAdvantage())
+    samples = assign_advantages(samples, [group(samples, (1.0, 0.0))], settings, 10)
+    rows = [{name: samples.rows(name)[i] for name in samples.columns} for i in range(len(samples))]
+    batch = build_sample_batch(rows)
+    # The engine's log-probs, so that the correction of the mismatch is 1.
+    leaf = batch.column("rollout_log_probs").clone().requires_grad_()
+    loss_tokens = torch.from_numpy(samples.loss_tokens)
+    output = policy_objective(settings, loss_tokens, 10)(leaf, torch.zeros_like(leaf), batch)
+    output.loss.backward()
+
+    other = batch.column("rollout_log_probs").clone().requires_grad_()
+    gains = batch.column("teacher_log_probs") - batch.column("rollout_log_probs")
+    formula = -COEFFICIENT * (gains * other)[batch.loss_mask].sum() / 4
+    formula.backward()
+    torch.testing.assert_close(leaf.grad, other.grad, rtol=0, atol=1e-6)
+    assert leaf.grad is not None and leaf.grad.abs().max() > 0.1
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["algorithm.advantage=none"], "advantage none ignores the rewards"),
+        (
+            ["algorithm=distillation", "algorithm.overlong_buffer_tokens=10"],
+            "overlong_buffer_tokens changes advantages of rewards",
+        ),
+        (
+            ["algorithm=distillation", "algorithm.whiten_advantages=tokens"],
+            "whiten_advantages changes advantages of rewards",
+        ),
+        (
+            ["algorithm=distillation", "algorithm.kl={apply_to: reward, estimator: k1}"],
+            "kl.apply_to=reward changes advantages of rewards",
+        ),
+        (
+            ["algorithm=distillation", "algorithm.dynamic_sampling_rounds=2"],
+            "dynamic_sampling_rounds (2) drops groups",
+        ),
+        (["algorithm.distillation={coefficient: 1.0}"], "teacher"),
+    ],
+)
+def test_settings_without_effect_are_refused(
+    overrides: list[str], message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError) as raised:
+        config(tmp_path, *overrides)
+    assert message in str(raised.value)
+
+
+# ---- the loop
+
+
+def save_teacher(directory: Path, model: ModelConfig) -> Path:
+    """Write a teacher with random weights whose distributions are far from uniform."""
+    weights = random_hf_weights(model, 3)
+    names = hf_shapes(model)
+    tensors = ((name, weights(name) * (8 if name == "lm_head.weight" else 1)) for name in names)
+    write_hf_directory(directory, model, tensors)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def teacher(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("models")
+    return save_teacher(directory / "teacher", config(directory).model)
+
+
+def distilling(directory: Path, teacher: Path, *overrides: str) -> RlConfig:
+    return config(
+        directory,
+        "algorithm=distillation",
+        f"algorithm.distillation.teacher={teacher}",
+        "rollout.samples_per_task=1",
+        "rollout.tasks_per_step=8",
+        "optimizer={lr: 1.0e-2, warmup_steps: 0, schedule: constant}",
+        *overrides,
+    )
+
+
+def test_policy_approaches_its_teacher_without_rewards(tmp_path: Path, teacher: Path) -> None:
+    settings = distilling(tmp_path, teacher, "training.steps=16", "algorithm.routing_replay=R3")
+    trained: list[TrainingSamples] = []
+    with local_loop(settings) as loop:
+        learn = loop.trainer.rl_step
+
+        def noted(samples: TrainingSamples, step: int) -> Any:
+            trained.append(samples)
+            return learn(samples, step)
+
+        loop.trainer.rl_step = noted  # type: ignore[method-assign]
+        loop.train()
+    steps = read_training_steps(settings.directory / "metrics.jsonl")
+
+    distances = [step["distillation/teacher_kl"] for step in steps]
+    assert sum(distances[-3:]) < 0.9 * sum(distances[:3])
+    assert {step["ratio/deviation_max"] for step in steps} == {0}
+
+    # The teacher scores the very tokens that were sampled, with its own experts.
+    samples = trained[-1]
+    model = AutoModelForCausalLM.from_pretrained(teacher, dtype=torch.float32)
+    ids = torch.from_numpy(samples.rows("token_ids")[0].astype(np.int64))[None]
+    with torch.no_grad():
+        log_probs = model(ids).logits[0, :-1].double().log_softmax(-1)
+    expected = log_probs.gather(-1, ids[0, 1:, None])[:, 0]
+    np.testing.assert_allclose(samples.rows("teacher_log_probs")[0][1:], expected, atol=1e-3)
+
+
+def test_unsuitable_teacher_is_named_before_the_run(tmp_path: Path, teacher: Path) -> None:
+    check_teacher(teacher, distilling(tmp_path, teacher))
+    absent = tmp_path / "absent"
+    with pytest.raises(StartError, match=r"algorithm\.distillation\.teacher: .*absent has no"):
+        check_teacher(absent, distilling(tmp_path, absent))
+
+
+def test_plan_counts_the_teacher(tmp_path: Path, teacher: Path) -> None:
+    settings = distilling(tmp_path, teacher)
+    without = config(tmp_path)
+    added = weight_memory(settings.memory_inputs, 0) - weight_memory(without.memory_inputs, 0)
+    assert added == pytest.approx(2 * settings.model.num_parameters, rel=1e-6)
