@@ -146,9 +146,9 @@ def _method(config: RunConfig) -> str:
     words = ["all weights" if config.adapter is None else "adapters"]
     if config.quantization is not None:
         words.append(config.quantization)
-    if isinstance(config, RlConfig):
+    if isinstance(config, RlConfig) and config.algorithm.advantage.type != "none":
         words.insert(0, config.algorithm.advantage.type)
-    elif config.distillation is not None:
+    if config.teacher is not None:
         words.insert(0, "distillation")
     return ", ".join(words)
 

@@ -215,12 +215,14 @@ class TrainerWorker:
 
     def compute_estimates(self, inputs: RankInputs) -> dict[str, np.ndarray]:
         """Compute ``AlgorithmConfig.estimates`` of this rank's sequences, float32 [tokens] each."""
-        compute = {
-            "values": lambda: self._score_with(self.critic, inputs),
-            "reference_log_probs": lambda: self._reference_log_probs(inputs),
-            "teacher_log_probs": lambda: self.teacher_score(inputs),
-        }
-        return {name: compute[name]() for name in self.algorithm.estimates}
+        columns = {}
+        if self.critic is not None:
+            columns["values"] = self._score_with(self.critic, inputs)
+        if self.algorithm.kl:
+            columns["reference_log_probs"] = self._reference_log_probs(inputs)
+        if self.algorithm.distillation:
+            columns["teacher_log_probs"] = self.teacher_score(inputs)
+        return columns
 
     def _reference_log_probs(self, inputs: RankInputs) -> np.ndarray:
         """Compute the log-probs of the run's initial policy, as ``score`` does for the policy."""
