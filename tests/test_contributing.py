@@ -14,9 +14,9 @@ MAKEFILE = (ROOT / "Makefile").read_text()
 
 def lint_commands() -> list[str]:
     """Return the commands of ``make lint`` with the Makefile's variables expanded."""
-    rooms = re.search(r"^TYPED_PACKAGES := (.*)$", MAKEFILE, flags=re.M)[1]
+    packages = re.search(r"^TYPED_PACKAGES := (.*)$", MAKEFILE, flags=re.M)[1]
     recipe = re.search(r"^lint: setup\n((?:\t.*\n)+)", MAKEFILE, flags=re.M)[1]
-    return [line.strip().replace("$(TYPED_PACKAGES)", rooms) for line in recipe.splitlines()]
+    return [line.strip().replace("$(TYPED_PACKAGES)", packages) for line in recipe.splitlines()]
 
 
 def test_pre_commit_runs_commands_of_make_lint_without_downloads() -> None:
@@ -40,8 +40,8 @@ def test_targets_and_files_that_the_guide_names_exist() -> None:
 
     linked = re.findall(r"\]\(([\w./-]+)", GUIDE)
     quoted = re.findall(r"`([\w./-]+)`", GUIDE)
-    rooms = {path.name for path in ROOT.iterdir() if path.is_dir()}
-    named = [path for path in quoted if path.partition("/")[0] in rooms - {".venv"}]
+    folders = {path.name for path in ROOT.iterdir() if path.is_dir()}
+    named = [path for path in quoted if path.partition("/")[0] in folders - {".venv"}]
     assert len(named) > 10
     for path in linked + named:
         assert (ROOT / path).exists(), path

@@ -1,6 +1,7 @@
 """Environment whose tools come from MCP servers.
 
-It can be used by configuration alone, or as a base class. docs/environments.md shows both.
+It can be used by configuration alone, or as a base class. docs/tool_servers.md shows the
+configuration, examples/mcp_environment.py a subclass.
 """
 
 import inspect

@@ -2,7 +2,7 @@
 
 OpenEnv's servers exchange JSON over a WebSocket, with one session per connection. This module
 implements the protocol, so the trainer needs neither the ``openenv`` package nor the packages of an
-environment. docs/environments.md shows the configuration.
+environment. docs/tool_servers.md shows the configuration.
 """
 
 import asyncio

@@ -74,7 +74,7 @@ def how_to_make_data(key: str, path: Path) -> str:
         return f"`{program} {path.parent}` writes it"
     if key.startswith("tasks."):
         return (
-            "Write one task per line (docs/environments.md, Data), or name a data set of the "
+            "Write one task per line (docs/tasks.md, Formats of files), or name a data set of the "
             f"hub: {key}=hub:NAME:SPLIT"
         )
     return (
