@@ -47,9 +47,9 @@ def plan(name: str, *words: str) -> list[str]:
 
 
 @cache
-def predicted_step(override: str) -> list[str]:
+def predicted_step(name: str, gpu: str, *overrides: str) -> list[str]:
     """Return episodes, step, rollout and update in s, and tokens/s/GPU as printed by ``plan``."""
-    line = plan("rl/gpt-oss-20b_1x4", "--gpu", "h200", override)[-1]
+    line = plan(name, "--gpu", gpu, *overrides)[-1]
     number = r"([\d.]+)"
     pattern = (
         rf"with {number} episodes .*: {number} s, of which the rollout takes {number} s"
@@ -72,7 +72,8 @@ def test_hyperparameters_page_has_predictions_of_plan(key: str, columns: slice) 
     rows = table_rows(HYPERPARAMETERS, head)
     assert len(rows) >= 3
     for value, *shown in rows:
-        predicted = predicted_step(f"rollout.{key}={value.replace(',', '')}")
+        override = f"rollout.{key}={value.replace(',', '')}"
+        predicted = predicted_step("rl/gpt-oss-20b_1x4", "h200", override)
         assert [cell.replace(",", "") for cell in shown] == predicted[columns]
 
 
@@ -93,11 +94,41 @@ def test_performance_page_has_predicted_memory() -> None:
         assert used == int(count)
 
 
+def test_performance_page_has_predicted_costs() -> None:
+    rows = table_rows((ROOT / "docs/performance.md").read_text(), "RL configuration in")
+    assert len(rows) == 8
+    for configuration, gpus, *shown in rows:
+        name = configuration.strip("`")
+        count, kind = gpus.split()
+        episodes, seconds, *_ = predicted_step(name, kind.lower())
+        steps = load_run_config(ROOT / f"configs/{name}.yaml", "rl", None).training.steps
+        hours = int(count) * float(seconds) / 3600
+        per_thousand = 1000 * hours / int(episodes)
+        expected = [str(steps), episodes, seconds, f"{steps * hours:.1f}", f"{per_thousand:.2f}"]
+        assert shown == expected, name
+
+
 def test_citation_has_version_and_license_of_package() -> None:
     citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     for citation_key, key in {"title": "name", "version": "version", "license": "license"}.items():
         assert citation[citation_key] == project[key]
+
+
+def test_address_of_repository_is_equal_everywhere() -> None:
+    """All places of CONTRIBUTING.md have one address, or the placeholder REPOSITORY."""
+    projects = [
+        tomllib.loads((ROOT / name / "pyproject.toml").read_text()) for name in ("", "kernels")
+    ]
+    addresses = [project["project"].get("urls", {}).get("Repository") for project in projects]
+    addresses += [yaml.safe_load((ROOT / "CITATION.cff").read_text()).get("repository-code")]
+    cloned = [
+        address
+        for page in (ROOT / "docs").rglob("*.md")
+        for address in re.findall(r"git clone (\S+)", page.read_text())
+    ]
+    assert len(cloned) == 2
+    assert {address or "REPOSITORY" for address in addresses} == set(cloned)
 
 
 @pytest.mark.parametrize(
