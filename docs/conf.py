@@ -23,7 +23,9 @@ NAVIGATION: dict[str, list[str]] = {
         "getting_started/one_gpu",
         "getting_started/one_node",
         "getting_started/slurm",
+        "recipe",
         "installing",
+        "comparison",
     ],
     "Train": [
         "running",

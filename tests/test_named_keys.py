@@ -49,6 +49,8 @@ def exists(key: str) -> bool:
 def test_configuration_keys_in_prose_exist() -> None:
     for page in PAGES:
         prose = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.S | re.M)
+        if page.name == "comparison.md":  # a row has our key first, then keys of other trainers
+            prose = re.sub(r"^(\| `[^|]*\|).*", r"\1", prose, flags=re.M)
         for key in re.findall(r"`([a-z_]+(?:\.[a-z_]+)+)(?:[:=][^`]*)?`", prose):
             is_file = re.search(r"\.(md|py|json|yaml|safetensors)$", key)
             is_module = (ROOT / "rl_loop" / key.replace(".", "/")).with_suffix(".py").exists()
