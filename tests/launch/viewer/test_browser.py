@@ -1,6 +1,6 @@
 """The viewer in Chromium: two widths, both themes, no errors, foreign requests or a11y violations.
 
-One of these tests takes the picture of the README from a run of the demo (docs/viewer.md):
+One of these tests takes the picture of the README from a run of the demo (CONTRIBUTING.md):
 
     make demo
     GPTOSS_PICTURES=runs/tiny_retool make test-browser BROWSER_TESTS=picture_of
