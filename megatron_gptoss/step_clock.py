@@ -10,8 +10,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.moe.moe_layer import MoELayer
+from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
+
+from megatron_gptoss.token_dispatcher import AlltoAllTokenDispatcher
 
 PARTS = ("forward", "backward", "optimizer", "communication", "other")
 """Parts of a training step."""
@@ -112,8 +116,29 @@ class TimedMoELayer(MoELayer):
     Unlike Megatron's layer, it keeps no graph and no tensors after the forward pass.
     """
 
+    dispatcher_class: type[AlltoAllTokenDispatcher] = AlltoAllTokenDispatcher
+    """Class that replaces Megatron's all-to-all dispatcher."""
     clock: StepClock | None = None
     """Clock of the trainer, which sets it; None to measure nothing."""
+
+    def __init__(self, config: TransformerConfig, *args: Any, **kwargs: Any) -> None:
+        super().__init__(config, *args, **kwargs)
+        # Megatron's layer cannot be given the class of a dispatcher.
+        if config.moe_token_dispatcher_type == "alltoall":
+            self.token_dispatcher = self.build_dispatcher(kwargs["pg_collection"])
+
+    def build_dispatcher(self, groups: ProcessGroupCollection) -> AlltoAllTokenDispatcher:
+        """Return a dispatcher for the experts of this rank.
+
+        Args:
+            groups: process groups of the layer.
+        """
+        return self.dispatcher_class(
+            self.num_local_experts,
+            self.local_expert_indices,
+            config=self.config,
+            pg_collection=groups,
+        )
 
     def dispatch(self, hidden_states: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
         """Send tokens to their experts.
@@ -152,15 +177,21 @@ class TimedMoELayer(MoELayer):
 
     def _start_timer(self, x: Tensor) -> Tensor:
         """Return x. Start the timer in the forward pass and stop it in the backward pass."""
-        if self.clock is None:
+        if self.clock is None or not self._exchanges_tokens:
             return x
         return _StartTimer.apply(x, self.clock(ALL_TO_ALL))
 
     def _stop_timer(self, x: Tensor) -> Tensor:
         """Return x. Stop the timer in the forward pass and start it in the backward pass."""
-        if self.clock is None:
+        if self.clock is None or not self._exchanges_tokens:
             return x
         return _StopTimer.apply(x, self.clock(ALL_TO_ALL))
+
+    @property
+    def _exchanges_tokens(self) -> bool:
+        """True if tokens go to experts of other ranks."""
+        # Megatron's other dispatchers have no such property.
+        return getattr(self.token_dispatcher, "exchanges_tokens", True)
 
 
 class _StartTimer(torch.autograd.Function):

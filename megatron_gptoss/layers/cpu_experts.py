@@ -13,6 +13,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from megatron_gptoss.step_clock import TimedMoELayer
+from megatron_gptoss.token_dispatcher import AlltoAllTokenDispatcher
 from megatron_gptoss.transformer_config import set_distribution
 
 
@@ -36,7 +37,7 @@ class ExpertRowParallelLinear(RowParallelLinear):
         self.explicit_expert_comm = True
 
 
-class CpuAlltoAllTokenDispatcher(MoEAlltoAllTokenDispatcher):
+class CpuAlltoAllTokenDispatcher(AlltoAllTokenDispatcher):
     """All-to-all token dispatcher without the CUDA stream of Megatron's class."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -64,6 +65,8 @@ class CpuAlltoAllTokenDispatcher(MoEAlltoAllTokenDispatcher):
 class CpuMoELayer(TimedMoELayer):
     """MoE layer with ``CpuAlltoAllTokenDispatcher``."""
 
+    dispatcher_class = CpuAlltoAllTokenDispatcher
+
     def __init__(self, config: TransformerConfig, *args: Any, **kwargs: Any) -> None:
         # The parent cannot be given another dispatcher class, and its all-to-all dispatcher needs
         # CUDA. Let it build the all-gather dispatcher, which works everywhere, and replace that.
@@ -73,9 +76,4 @@ class CpuMoELayer(TimedMoELayer):
         finally:
             config.moe_token_dispatcher_type = "alltoall"
 
-        self.token_dispatcher = CpuAlltoAllTokenDispatcher(
-            self.num_local_experts,
-            self.local_expert_indices,
-            config=self.config,
-            pg_collection=kwargs["pg_collection"],
-        )
+        self.token_dispatcher = self.build_dispatcher(kwargs["pg_collection"])

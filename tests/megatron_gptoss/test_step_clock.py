@@ -20,6 +20,7 @@ from megatron_gptoss.layers.attention import SinkAttention
 from megatron_gptoss.model import build_model
 from megatron_gptoss.packing import build_batch
 from megatron_gptoss.step_clock import FORWARD_PASS_ATTRIBUTES, TimedMoELayer
+from megatron_gptoss.token_dispatcher import AlltoAllTokenDispatcher
 from megatron_gptoss.trainer import PolicyTrainer
 from tests.support.distributed import free_port
 from tests.support.megatron_gptoss.reference import TINY, documents, hf_model, mean_cross_entropy
@@ -85,6 +86,8 @@ def test_delay_is_attributed_to_its_part_of_the_layer(
     trainer: PolicyTrainer,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    # With one rank the dispatcher would skip Megatron's steps, and their timers.
+    monkeypatch.setattr(AlltoAllTokenDispatcher, "exchanges_tokens", True)
     original, naps = getattr(owner, method), 2 * TINY.num_layers  # two micro-batches
     monkeypatch.setattr(
         owner,
