@@ -84,6 +84,11 @@ class PackedBatch(TokenColumns[torch.Tensor]):
         return len(self.token_ids)
 
     @property
+    def has_routes(self) -> bool:
+        """True if the experts of tokens are prescribed."""
+        return self.routed_experts is not None or self.recorded_routes is not None
+
+    @property
     def segments(self) -> RowSegments:
         """Sequences of the whole row, or its segments if sequences share prefixes."""
         parents = () if self.prefixes is None else self.prefixes.parents

@@ -98,6 +98,11 @@ class StepStatistics:
     """Tokens that were saved. None if sequences share no prefixes."""
     expert_loads: LoadRange | None = None
     """Smallest and largest load of an expert in the step; None for dense models."""
+    load_balancing_loss: float | None = None
+    """Load-balancing loss without its coefficient, mean over tokens and layers; None if not trained.
+
+    1 if every expert gets an even share, and at most experts / experts per token.
+    """
     token_values: dict[str, list[Tensor]] = field(default_factory=dict)
     """``LossOutput.token_values`` of every micro-batch, [T] in the order of its row.
 

@@ -85,6 +85,7 @@ class PolicyTrainer(LogProbScorer):
         loss_function: LossFunction,
         learning_rate: float,
         temperature: float = 1,
+        load_balancing: float = 0,
     ) -> StepStatistics:
         """Take one optimizer step. Collective.
 
@@ -95,14 +96,18 @@ class PolicyTrainer(LogProbScorer):
             loss_function: see LossFunction.
             learning_rate: learning rate of this step.
             temperature: divisor of the logits.
+            load_balancing: coefficient of the load-balancing loss of every layer's router. 0 for no
+                such loss.
 
         Returns:
             Statistics of the step, the same on all ranks except ``token_values``.
 
         Raises:
             FloatingPointError: the gradient is not finite and ``on_non_finite`` is "stop".
+            ValueError: there are no loads to balance, see ``ExpertLoads.balance``.
         """
         started = time.perf_counter()
+        self._expert_loads.balance(batches, load_balancing)
         self.clock.begin()
         self.memory.enter("update")
         outputs = self._compute_gradients(batches, loss_function, temperature)
@@ -119,6 +124,7 @@ class PolicyTrainer(LogProbScorer):
             learning_rate=learning_rate,
             parameters_updated=False,
             expert_loads=self._expert_loads.take(),
+            load_balancing_loss=self._expert_loads.balancing_loss(),
             token_values=_gather_token_values(outputs, batches),
         )
         self.clock.enter("optimizer")

@@ -4,7 +4,12 @@ Logits are fp32. The bias is an fp32 parameter, added after the matrix product.
 """
 
 import torch
-from megatron.core.transformer.moe.moe_utils import router_gating_linear
+from megatron.core.transformer.moe.moe_utils import (
+    MoEAuxLossAutoScaler,
+    get_tokens_per_expert_and_token_count,
+    router_gating_linear,
+    switch_load_balancing_loss_func,
+)
 from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor
 
@@ -23,6 +28,10 @@ class GptOssRouter(TopKRouter):
     """Prescribes or records the selected experts. Set by RoutingReplay; None to do neither."""
     expert_tokens: Tensor | None = None
     """Tokens by expert in training, int64 [experts], padding included; None before the first."""
+    balancing_weight: Tensor | None = None
+    """Weight [] of a token's load-balancing loss in training, fp32; None for no such loss."""
+    balancing_loss: Tensor | None = None
+    """Load-balancing loss [] without weight, summed over the tokens so far; None before the first."""
 
     def reset_parameters(self) -> None:
         """Initialize the weights, and convert the bias back to fp32."""
@@ -58,7 +67,34 @@ class GptOssRouter(TopKRouter):
         if self.training and torch.is_grad_enabled():
             counts = is_chosen.sum(dim=0)
             self.expert_tokens = counts + (0 if self.expert_tokens is None else self.expert_tokens)
+            if self.balancing_weight is not None:
+                probabilities = self._add_balancing_loss(probabilities, logits, is_chosen)
         return probabilities, is_chosen
+
+    def _add_balancing_loss(
+        self, probabilities: Tensor, logits: Tensor, is_chosen: Tensor
+    ) -> Tensor:
+        """Return the probabilities, whose backward pass adds the gradient of the balancing loss.
+
+        The loss of a token is experts * sum_i f_i p_i (Switch Transformer, arXiv 2101.03961). f_i is
+        expert i's share of the row's (token, expert) pairs and p_i the token's softmax over all experts.
+        """
+        # Tensor- and context-parallel ranks hold parts of one row.
+        counts, _, tokens = get_tokens_per_expert_and_token_count(is_chosen, self.tp_cp_group)
+        loss = switch_load_balancing_loss_func(
+            logits.flatten(0, -2).softmax(dim=-1),
+            counts,
+            tokens,
+            self.topk,
+            self.num_experts,
+            # Megatron's function returns the mean over the row. This coefficient makes it a sum.
+            moe_aux_loss_coeff=tokens,
+        )
+        self.balancing_loss = loss.detach() + (
+            0 if self.balancing_loss is None else self.balancing_loss
+        )
+        # Megatron's schedule sets the scaler to 1, because our losses are sums.
+        return MoEAuxLossAutoScaler.apply(probabilities, loss * self.balancing_weight)
 
     def _select(self, logits: Tensor, padding_mask: Tensor | None) -> tuple[Tensor, Tensor]:
         # Noise is an option for tests and ablations.

@@ -115,6 +115,11 @@ class TrainerConfig(PolicyConfig):
         return None if self.distillation is None else self.distillation.teacher
 
     @property
+    def load_balancing(self) -> float:
+        """Coefficient of the load-balancing loss. 0 for RL, whose objective has no such loss."""
+        return 0.0
+
+    @property
     def training_temperature(self) -> float:
         """Temperature of log-probs. 1 for supervised runs, which do not sample."""
         return 1.0

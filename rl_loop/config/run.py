@@ -437,6 +437,14 @@ class SftConfig(RunConfig):
     NAME."""
     sequences_per_step: int = Field(64, gt=0)
     """Demonstrations (episodes), or samples of ``data``, per optimizer step."""
+    load_balancing_loss: float = Field(0.0, ge=0, allow_inf_nan=False)
+    """Coefficient of a loss of every router that falls as the experts' loads become even (arXiv
+    2101.03961). 0 for none, for example 0.01. The validation loss and ``loss`` do not contain it."""
+
+    @property
+    def load_balancing(self) -> float:
+        """Value of ``load_balancing_loss``."""
+        return self.load_balancing_loss
 
     @property
     def exports(self) -> bool:
@@ -485,6 +493,27 @@ class SftConfig(RunConfig):
             raise ValueError(
                 f"loss.top_k ({distillation.top_k}) exceeds model.vocab_size "
                 f"({self.model.vocab_size}). Lower it."
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _check_load_balancing(self) -> Self:
+        if self.load_balancing_loss == 0:
+            return self
+        value = f"load_balancing_loss ({self.load_balancing_loss:g})"
+        if self.model.num_experts == 0:
+            raise ValueError(
+                f"{value}: a {self.model.model_type} model has no experts. Leave it out."
+            )
+        # The loss would otherwise change other parts so that frozen routers choose evenly.
+        if self.adapter is not None and "router" not in self.adapter.targets:
+            raise ValueError(
+                f"{value} needs trained routers. Add router to adapter.targets, or leave it out."
+            )
+        if "experts" in self.ablation.freeze:
+            raise ValueError(
+                f"{value} needs trained routers. Remove experts from ablation.freeze, or leave it "
+                "out."
             )
         return self
 

@@ -78,6 +78,7 @@ RULES: dict[str, ResumeRule] = {
     "tasks": _rejected(DATA),
     "demonstrations": _rejected(DATA),
     "sequences_per_step": _rejected(DATA),
+    "load_balancing_loss": LEARNING,
     "loss.all_tokens": LEARNING,
     "loss.top_k": LEARNING,
     "loss.type": LEARNING,

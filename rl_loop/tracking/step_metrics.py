@@ -292,6 +292,8 @@ def add_optimizer_metrics(metrics: StepMetrics, update: StepStatistics) -> None:
     if update.expert_loads is not None:
         metrics.add("routing/load_min", update.expert_loads.smallest, "last")
         metrics.add("routing/load_max", update.expert_loads.largest, "last")
+    if update.load_balancing_loss is not None:
+        metrics.add("routing/load_balancing_loss", update.load_balancing_loss, "last")
     for part, seconds in update.seconds_by_part.items():
         metrics.add(f"trainer/seconds_{part}", seconds, "sum")
     for name, gigabytes in update.memory.items():

@@ -362,7 +362,11 @@ class TrainerWorker:
         learning_rate = trainer.config.learning_rate_at(step - first_step, schedule_steps)
         with out_of_memory_explained(self.settings.memory_inputs):
             statistics = trainer.train_step(
-                batches, loss, learning_rate, self.settings.training_temperature
+                batches,
+                loss,
+                learning_rate,
+                self.settings.training_temperature,
+                self.settings.load_balancing,
             )
         # After the first update, when the optimizer's state exists. Later calls do nothing.
         exempt_from_collection()

@@ -239,6 +239,34 @@ def test_adapters_that_cannot_work_are_refused_with_their_key(
         load_config(CONFIGS / "rl/tiny_retool.yaml", RlConfig, overrides)
 
 
+@pytest.mark.parametrize(
+    ("name", "overrides", "message"),
+    [
+        ("tiny_dense", [], "load_balancing_loss (0.01): a qwen2 model has no experts"),
+        ("tiny_retool", ["adapter={rank: 4}"],
+         "load_balancing_loss (0.01) needs trained routers. Add router to adapter.targets"),
+        ("tiny_retool", ["ablation.freeze=[experts]"],
+         "load_balancing_loss (0.01) needs trained routers. Remove experts from ablation.freeze"),
+        ("tiny_retool", ["load_balancing_loss=-1"], "load_balancing_loss: Input should be greater"),
+    ],
+)  # fmt: skip
+def test_loads_that_cannot_be_balanced_are_refused(
+    name: str, overrides: list[str], message: str
+) -> None:
+    path = CONFIGS / f"sft/{name}.yaml"
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        load_config(path, SftConfig, ["load_balancing_loss=0.01", *overrides])
+
+
+def test_load_balancing_is_a_key_of_sft_only() -> None:
+    balanced = ["load_balancing_loss=0.01", "adapter={rank: 4, targets: [experts, router]}"]
+    assert load_config(CONFIGS / "sft/tiny_retool.yaml", SftConfig, balanced).load_balancing == 0.01
+    assert load_config(CONFIGS / "sft/tiny_retool.yaml", SftConfig).load_balancing == 0
+    assert load_config(CONFIGS / "rl/tiny_retool.yaml", RlConfig).load_balancing == 0
+    with pytest.raises(ConfigError, match="it has load_balancing_loss"):
+        load_config(CONFIGS / "rl/tiny_retool.yaml", RlConfig, ["load_balancing_loss=0.01"])
+
+
 @pytest.mark.parametrize("kind", [RlConfig, SftConfig])
 def test_quantization_is_a_key_of_every_run(kind: type[RunConfig]) -> None:
     path = CONFIGS / kind.command / "tiny_retool.yaml"

@@ -59,6 +59,24 @@ def test_sft_objective_ignores_rollout_temperature(tmp_path: Path) -> None:
     assert losses[0] == pytest.approx(losses[1], abs=1e-6)
 
 
+def test_sft_balances_loads_if_configured(tmp_path: Path) -> None:
+    """The loss of the data is the same, and the load-balancing loss is a separate figure."""
+    samples = demonstrations()
+    updates = []
+    for coefficient in (0, 10):
+        settings = load_settings(SftConfig, tmp_path, f"load_balancing_loss={coefficient}")
+        trainer = local_trainer(settings)
+        try:
+            updates.append(trainer.sft_step(samples, 0))
+        finally:
+            trainer.close()
+    plain, balanced = updates
+    assert plain.load_balancing_loss is None
+    assert balanced.load_balancing_loss == pytest.approx(1, abs=0.5)
+    assert balanced.sums == plain.sums
+    assert balanced.grad_norm > plain.grad_norm
+
+
 def test_sft_settings_ignore_all_of_rollout(tmp_path: Path) -> None:
     """The inputs of the trainer from other sections stay equal."""
 
