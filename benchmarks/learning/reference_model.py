@@ -425,6 +425,8 @@ class Plan:
     is_cpu: bool
     overrides: tuple[str, ...]
     """KEY=VALUE overrides of the RL configuration."""
+    sft_overrides: tuple[str, ...] = ()
+    """KEY=VALUE overrides of the warm start's configuration."""
 
     def sft(self) -> list[str]:
         """Return the command of the warm start."""
@@ -442,7 +444,7 @@ class Plan:
             arguments.append(self._gsm8k())
         if self.is_cpu:
             arguments += [*TINY_STEPS, "sequences_per_step=4"]
-        return arguments
+        return [*arguments, *self.sft_overrides]
 
     def rl(self, seed: int, name: str | None = None, variant: Sequence[str] = ()) -> list[str]:
         """Return the command of an RL run.

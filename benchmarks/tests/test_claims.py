@@ -22,13 +22,15 @@ def plan(tmp_path: Path) -> Plan:
     model.mkdir()
     config = model_config(dict(read_yaml(UPCYCLED))).to_hf_config()
     (model / "config.json").write_text(json.dumps(config))
-    return Plan(model, tmp_path / "work", 4, 2, tmp_path, False, overrides=())
+    return Plan(model, tmp_path / "work", 4, 2, tmp_path, False, (), sft_overrides=claims.BALANCED)
 
 
 def test_every_variant_is_a_valid_configuration(plan: Plan) -> None:
     command, path, *options = plan.sft()
     assert command == "sft"
-    assert load_config(Path(path), SftConfig, options).model.num_experts == 4
+    warm_start = load_config(Path(path), SftConfig, options)
+    assert warm_start.model.num_experts == 4
+    assert warm_start.load_balancing > 0
 
     variants = claims.select_variants([*claims.CLAIMS])
     changed = {}

@@ -7,6 +7,7 @@ import math
 import random
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
 
@@ -45,6 +46,8 @@ DENSE = [
 ]
 OPTIONS = UpcycleOptions(sliding_window=8)
 """Windows are shorter than the distance between a word and its repetition."""
+BALANCED = "load_balancing_loss=0.01"
+"""Setting of configs/sft/upcycled_heal.yaml."""
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -83,6 +86,19 @@ def train_dense(data: list[str]) -> Path:
     options = [*DENSE, *data, "name=dense", "training.steps=60", "optimizer.lr=4e-3"]
     run = run_sft(load_config(CONFIGS / "sft/tiny_dense.yaml", SftConfig, options), Quiet())
     return run / "export"
+
+
+def heal(upcycled: Path, teacher: Path, steps: int, options: list[str]) -> Path:
+    """Distill the teacher into an upcycled model, and return the directory of the run."""
+    loss = f"loss={{type: distillation, teacher: {teacher}, all_tokens: false}}"
+    training = ["name=healed", f"training.steps={steps}", "optimizer.lr=2e-3"]
+    healing = load_config(
+        CONFIGS / "sft/tiny_dense.yaml",
+        SftConfig,
+        [*upcycled_options(upcycled), loss, *training, *options],
+    )
+    check_run_requirements(healing)
+    return run_sft(healing, Quiet())
 
 
 def upcycled_options(directory: Path) -> list[str]:
@@ -127,12 +143,7 @@ def test_upcycled_model_heals_and_learns_by_rl(
     upcycle(teacher, upcycled, OPTIONS, tokens, torch.float32)
 
     # -- healing
-    loss = f"loss={{type: distillation, teacher: {teacher}, all_tokens: false}}"
-    training = ["name=healed", "training.steps=40", "optimizer.lr=2e-3", f"output_dir={tmp_path}"]
-    options = [*data, *upcycled_options(upcycled), loss, *training]
-    healing = load_config(CONFIGS / "sft/tiny_dense.yaml", SftConfig, options)
-    check_run_requirements(healing)
-    run = run_sft(healing, Quiet())
+    run = heal(upcycled, teacher, 40, [*data, f"output_dir={tmp_path}", BALANCED])
 
     [of_teacher, again] = values(run, "validation/teacher_loss")
     assert of_teacher == again == pytest.approx(values(teacher.parent, "validation/loss")[-1])
@@ -142,8 +153,8 @@ def test_upcycled_model_heals_and_learns_by_rl(
     assert math.exp(after - of_teacher) < 1.05
 
     # The conversations have only 20 words, so some experts get few tokens in single steps.
-    assert fmean(values(run, "routing/load_min")) > 0.05
-    assert max(values(run, "routing/load_max")) <= 2
+    assert fmean(values(run, "routing/load_min")[-10:]) > 0.4
+    assert values(run, "routing/load_balancing_loss")[-1] == pytest.approx(1, abs=0.02)
 
     sinks = load_file(run / "export/model.safetensors")["model.layers.0.self_attn.sinks"]
     assert sinks.abs().min() > 0
@@ -169,9 +180,36 @@ def test_upcycled_model_heals_and_learns_by_rl(
     steps = read_training_steps(rl.directory / "metrics.jsonl")
     assert max(step.get("grad_norm", 0) for step in steps) > 0
     for step in steps:
+        # The settings of supervised runs do not reach RL.
+        assert "routing/load_min" in step and "routing/load_balancing_loss" not in step
         assert step.get("ratio/deviation_max", 0) == 0
         assert step["mismatch/canary_gap"] < 1e-5
         assert step.get("mismatch/log_prob_gap_max", 0) < 1e-4
+
+
+def test_balanced_experts_stay_in_use(
+    chats: Path, data: list[str], teacher: Path, tmp_path: Path
+) -> None:
+    """Without the load-balancing loss, some of 8 experts get no tokens."""
+    upcycled = tmp_path / "upcycled"
+    tokens = calibration_tokens(teacher, chats.read_text())
+    upcycle(teacher, upcycled, replace(OPTIONS, num_experts=8), tokens, torch.float32)
+
+    smallest, largest = {}, {}
+    for setting in ("load_balancing_loss=0", BALANCED):
+        options = [
+            *data,
+            f"output_dir={tmp_path}",
+            f"name={setting.replace(chr(61), '_')}",
+            setting,
+        ]
+        run = heal(upcycled, teacher, 60, options)
+        smallest[setting] = fmean(values(run, "routing/load_min")[-12:])
+        largest[setting] = fmean(values(run, "routing/load_max")[-12:])
+        relative = values(run, "validation/loss")[-1] - values(run, "validation/teacher_loss")[-1]
+        assert math.exp(relative) < 1.05
+    assert smallest["load_balancing_loss=0"] < 0.01 and largest["load_balancing_loss=0"] > 2
+    assert smallest[BALANCED] > 0.4 and largest[BALANCED] < 2
 
 
 HARMONY = [
