@@ -21,8 +21,8 @@ step`` 0.5. One model takes alternating steps of these variants, each with one d
 
 Needs one GPU, or several with torchrun. Weights are random, and learning rates are 0. Prints a
 table: microseconds per token of forward and backward, their ratio, and milliseconds of the first
-forward pass of a step and of the others. Dispatch to experts counts as communication, as in the
-metrics of a run. Values are those of rank 0.
+forward pass of a step and of the others. Dispatch to experts of other ranks counts as communication,
+as in the metrics of a run. Values are those of rank 0.
 """
 
 from __future__ import annotations
