@@ -26,7 +26,6 @@ from __future__ import annotations
 import argparse
 import gc
 import json
-import os
 import re
 import time
 import zlib
@@ -44,6 +43,7 @@ from benchmarks.train.release import release
 from benchmarks.train.steps import TINY, sft_loss
 from megatron_gptoss import distributed
 from megatron_gptoss.config import OptimizerConfig, ParallelConfig
+from megatron_gptoss.determinism import select_deterministic_algorithms
 from megatron_gptoss.families.gpt_oss.config import GptOssModelConfig
 from megatron_gptoss.model import build_model
 from megatron_gptoss.packing import PackedBatch, build_batch, schedule
@@ -90,17 +90,13 @@ def main() -> None:
     if args.tiny:
         args.layers, args.experts, args.prefix, args.own = 2, 4, 96, 12
         args.samples, args.max_tokens = 4, 256
-    if args.deterministic:
-        # cuBLAS reads the variable at its first call.
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-        torch.use_deterministic_algorithms(True, warn_only=True)
-        torch.utils.deterministic.fill_uninitialized_memory = False
+    select_deterministic_algorithms(args.deterministic)
     distributed.initialize(ParallelConfig(), port=29_792)
     try:
         rows = time_steps(args) if args.mode == "steps" else compare_gradients(args)
     finally:
         distributed.shutdown()
-        torch.use_deterministic_algorithms(False)
+        select_deterministic_algorithms(False)
 
     if args.out:
         with args.out.open("a") as file:

@@ -23,6 +23,9 @@ class TrainingConfig(StrictModel):
     8,000."""
     min_shared: int = Field(64, gt=0)
     """Shortest run of equal tokens to share. Only with ``share_prefixes``."""
+    deterministic: bool = False
+    """Use torch's deterministic algorithms in the trainer. Two updates of equal sequences then have
+    equal bits. An operation without a deterministic algorithm logs a warning."""
     checkpoint_every: int = Field(20, gt=0)
     """Number of steps between checkpoints. The last step is always saved."""
     keep_checkpoints: int = Field(2, gt=0)

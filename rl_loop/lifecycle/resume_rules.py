@@ -123,6 +123,7 @@ RULES: dict[str, ResumeRule] = {
     "optimizer.warmup_steps": LEARNING,
     "optimizer.weight_decay": LEARNING,
     "training.checkpoint_every": RECORDING,
+    "training.deterministic": LAYOUT,
     "training.keep_adapters": RECORDING,
     "training.keep_checkpoints": RECORDING,
     "training.max_tokens_per_micro_batch": ResumeRule(

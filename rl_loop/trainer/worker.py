@@ -19,6 +19,7 @@ from converters.mxfp4_tensors import Digests
 from megatron_gptoss import distributed
 from megatron_gptoss.config.precision import torch_dtype
 from megatron_gptoss.critic import ValueTrainer, make_critic
+from megatron_gptoss.determinism import select_deterministic_algorithms
 from megatron_gptoss.gpu_memory import phase_memory, release_cached_memory
 from megatron_gptoss.layers.adapters import copy_factors, replaced_factors, without_adapters
 from megatron_gptoss.layers.attention import slow_reasons
@@ -83,6 +84,7 @@ class TrainerWorker:
             store_file: file through which ranks on one machine meet instead.
         """
         torch.set_num_threads(threads)
+        select_deterministic_algorithms(settings.training.deterministic)
         self.settings = settings
         self.algorithm = settings.objective
         # Groups authenticate when they are created, so this precedes the first one.

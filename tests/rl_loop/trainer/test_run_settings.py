@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from megatron_gptoss.samples import TrainingSamples
 from rl_loop.config.load import load_config
@@ -103,3 +105,18 @@ def test_mismatched_response_is_detected_without_recording(tmp_path: Path) -> No
         trainer.close()
     with pytest.raises(ResponseMismatchError):
         check_sampled_by_policy(samples, updates.tokens, 0.1, 0)
+
+
+@pytest.mark.parametrize("kind", [RlConfig, SftConfig])
+def test_deterministic_key_selects_torchs_algorithms(
+    kind: type[RunConfig], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Attention asks torch for the mode. Other operations without a deterministic form warn."""
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
+    modes = []
+    for overrides in (["training.deterministic=true"], []):
+        local_trainer(load_settings(kind, tmp_path, *overrides)).close()
+        modes.append(torch.are_deterministic_algorithms_enabled())
+        assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
+    # A process without the key has torch's defaults again.
+    assert modes == [True, False]
