@@ -11,12 +11,13 @@ from megatron_gptoss.context_parallel import (
     candidates,
 )
 from megatron_gptoss.context_parallel.cost_model import H200, SchemeCost
+from megatron_gptoss.context_parallel.head_groups import BACKWARD_COPIES, copied_head_groups
 from megatron_gptoss.planning.flops import MATMUL_CEILING, training_flops
 from megatron_gptoss.planning.memory import worst_estimate
 from megatron_gptoss.planning.memory_advice import Hardware, describe_layout, layouts_that_fit
 from megatron_gptoss.planning.memory_inputs import MemoryInputs
 from megatron_gptoss.planning.step_time import StepTime, predict_step
-from rl_loop.config.run import RlConfig
+from rl_loop.config.run import RlConfig, SftConfig
 from rl_loop.lifecycle.disk_checks import DiskNeed, format_size
 
 LAYOUTS_SHOWN = 5
@@ -44,18 +45,23 @@ class SharedPrompts:
     """Tokens of a prompt, at least ``training.min_shared``."""
 
 
-def shared_prompts(config: RlConfig, tokens: int) -> SharedPrompts | None:
+def shared_prompts(config: RlConfig | SftConfig, tokens: int) -> SharedPrompts | None:
     """Return the prompts that a run shares; None if it shares none.
 
     Args:
         config: configuration of the run.
-        tokens: tokens of a prompt.
+        tokens: tokens of a prompt. In supervised runs all sequences of a step share it.
     """
     sharing = config.training.prefix_sharing
-    samples = config.rollout.samples_per_task
-    if sharing is None or tokens < sharing.min_shared or samples == 1:
+    if sharing is None or tokens < sharing.min_shared:
         return None
-    return SharedPrompts(samples, tokens)
+    if isinstance(config, RlConfig):
+        samples = config.rollout.samples_per_task
+    else:
+        # A prompt ends before the first token in the loss.
+        has_prompt = not (sharing.prompts_only and config.trains_all_tokens)
+        samples = config.sequences_per_step if has_prompt else 1
+    return None if samples == 1 else SharedPrompts(samples, tokens)
 
 
 @dataclass(frozen=True)
@@ -73,6 +79,16 @@ class PlannedRow:
     def tokens(self) -> int:
         """Computed tokens."""
         return sum(self.lengths) - sum(self.starts)
+
+    def copied_key_bytes(self, inputs: MemoryInputs) -> int:
+        """Return the bytes of keys and values that an attention call of a full layer copies."""
+        model = inputs.model
+        heads = model.num_key_value_heads // inputs.parallel.tensor
+        key_and_value = 2 * model.head_size * bytes_per_number("bf16")
+        # Every segment gets a copy of all keys before its end.
+        keys = sum(self.lengths)
+        group = copied_head_groups(keys, heads, key_and_value)[0]
+        return keys * (group.stop - group.start) * key_and_value
 
 
 def planned_row(inputs: MemoryInputs, shared: SharedPrompts | None) -> PlannedRow:
@@ -241,10 +257,13 @@ def _sharing_line(inputs: MemoryInputs, whole: UpdatePrediction, shared: SharedP
     """
     update = predict_update(inputs, whole.episodes, shared)
     gain = update.tokens_per_second / whole.tokens_per_second
+    copied = planned_row(inputs, shared).copied_key_bytes(inputs)
     return (
         f"with {shared.samples} sequences per prompt of {shared.tokens} tokens, which they share: "
-        f"{update.computed_tokens} computed tokens in {update.micro_batches} micro-batches per "
-        f"data-parallel rank: {update}, {gain:.2f}x as fast"
+        f"{update.computed_tokens} computed tokens "
+        f"({1 - update.computed_tokens / update.tokens:.0%} saved) in {update.micro_batches} "
+        f"micro-batches per data-parallel rank: {update}, {gain:.2f}x as fast; copied keys take up "
+        f"to {BACKWARD_COPIES * copied / 1e9:.1f} GB in one layer at a time"
     )
 
 

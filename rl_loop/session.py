@@ -422,7 +422,7 @@ def open_supervised_data(config: SftConfig) -> tuple["ChatCodec", "SupervisedDat
     from rl_loop.supervised_data import ConversationBatches, DemonstrationBatches
 
     count = config.sequences_per_step
-    all_tokens = config.distillation is not None and config.distillation.all_tokens
+    all_tokens = config.trains_all_tokens
     if config.data is None:
         tasks = build_tasks(config)
         return tasks.codec, DemonstrationBatches(tasks, config.demonstrations, count, all_tokens)

@@ -90,8 +90,8 @@ def plan(
         Option(
             "--prompt-tokens",
             min=1,
-            help="Tokens that the samples of a task have in common, for the prediction with "
-            "training.share_prefixes.",
+            help="Tokens that the samples of a task, or the conversations of SFT, have in common, "
+            "for the prediction with training.share_prefixes.",
         ),
     ] = 240,
 ) -> None:
@@ -99,11 +99,12 @@ def plan(
 
     Needs neither weights nor a GPU. Exit code 1 if the configuration does not fit.
     """
-    from rl_loop.config.load import load_rl_config, load_run_config
+    from rl_loop.config.load import load_config, load_rl_config
+    from rl_loop.config.run import SftConfig
 
     # Load the configuration before the imports of planning, so that mistakes appear at once.
     rl = None if sft else load_rl_config(path, overrides)
-    config = rl or load_run_config(path, "sft", overrides)
+    config = rl or load_config(path, SftConfig, overrides)
     from launch.gpus import planned_hardware
     from launch.plan import attention_plan, disk_plan, shared_prompts, speed_notes, step_plan
     from launch.rollout_plan import loop_plan
@@ -123,7 +124,7 @@ def plan(
             inputs,
             hardware.gigabytes,
             getattr(config, "sequences_per_step", None),
-            None if rl is None else shared_prompts(rl, prompt_tokens),
+            shared_prompts(config, prompt_tokens),
         ),
         sep="\n",
     )

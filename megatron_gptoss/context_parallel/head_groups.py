@@ -3,8 +3,10 @@
 GATHERED_BYTES = 34 << 20
 """Bytes of keys and values per message: one kv head of 131,072 tokens in bf16."""
 COPIED_BYTES = 512 << 20
-"""Bytes of copied keys and values per attention call of one rank. The backward pass takes 5x as
-much memory, because gradients are in bf16, stacked, and in fp32."""
+"""Bytes of copied keys and values per attention call of one rank."""
+BACKWARD_COPIES = 5
+"""Memory of the backward pass relative to these bytes. Gradients are in bf16, stacked, and in
+fp32."""
 
 
 def head_groups(tokens: int, kv_heads: int, bytes_per_token_and_head: int) -> list[slice]:

@@ -461,6 +461,11 @@ class SftConfig(RunConfig):
         return self.loss if isinstance(self.loss, DistillationLoss) else None
 
     @property
+    def trains_all_tokens(self) -> bool:
+        """True if every token is in the loss."""
+        return self.distillation is not None and self.distillation.all_tokens
+
+    @property
     def vocabulary_conversations(self) -> CorpusConfig | None:
         """Conversations to train on."""
         return self.data

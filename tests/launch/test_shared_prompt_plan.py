@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from launch.cli import app
 from launch.plan import (
     SharedPrompts,
     planned_row,
@@ -17,7 +18,7 @@ from launch.plan import (
 from megatron_gptoss.planning.flops import forward_flops, training_flops
 from megatron_gptoss.planning.memory_inputs import MemoryInputs
 from rl_loop.config.load import load_config
-from rl_loop.config.run import RlConfig
+from rl_loop.config.run import RlConfig, SftConfig
 
 CONFIG = Path(__file__).parents[2] / "configs/rl/gpt-oss-20b_1x4.yaml"
 LENGTHS = ["rollout.max_episode_tokens=9000", "training.max_tokens_per_micro_batch=32768"]
@@ -90,3 +91,53 @@ def test_plan_describes_sharing_only_if_the_run_shares_prompts() -> None:
     text = step_plan(shares.memory_inputs, 141, None, prompts)
     assert "with 8 sequences per prompt of 8000 tokens, which they share: " in text
     assert "which they share" not in step_plan(shares.memory_inputs, 141)
+
+
+SFT_CONFIG = CONFIG.parents[1] / "untested/sft/gpt-oss-20b-adapter_1x1.yaml"
+SFT_LENGTHS = [
+    "data={path: chats.jsonl, max_tokens: 9000}",
+    "training.max_tokens_per_micro_batch=32768",
+    "sequences_per_step=64",
+    "training.share_prefixes=prompts",
+]
+
+
+def sft_config(*overrides: str) -> SftConfig:
+    return load_config(SFT_CONFIG, SftConfig, [*SFT_LENGTHS, *overrides])
+
+
+def test_conversations_of_a_step_share_their_system_prompt(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    with pytest.raises(SystemExit):
+        app(["plan", str(SFT_CONFIG), "--sft", "--prompt-tokens", "8000", *SFT_LENGTHS])
+    # A micro-batch has 8,000 + 24 x 1,000 tokens, so 64 sequences take 3.
+    printed = capfd.readouterr().out
+    assert (
+        "with 64 sequences per prompt of 8000 tokens, which they share: 96000 computed tokens "
+        "(85% saved) in 3 micro-batches per data-parallel rank: "
+    ) in printed
+    # 224,000 keys take 2 KiB each, and 5x as much in the backward pass.
+    assert "x as fast; copied keys take up to 2.3 GB in one layer at a time\n" in printed
+
+
+def test_supervised_runs_without_common_prompts_plan_none(tmp_path: Path) -> None:
+    assert shared_prompts(sft_config(), 8000) == SharedPrompts(64, 8000)
+    for nothing in ("training.share_prefixes=off", "sequences_per_step=1"):
+        assert shared_prompts(sft_config(nothing), 8000) is None
+    # With every token in the loss, a sequence has no prompt, but equal tokens.
+    distilled = f"loss={{type: distillation, teacher: {tmp_path}}}"
+    assert shared_prompts(sft_config(distilled), 8000) is None
+    for shares in ("training.share_prefixes=all", "loss.all_tokens=false"):
+        assert shared_prompts(sft_config(distilled, shares), 8000) == SharedPrompts(64, 8000)
+
+
+def test_copied_keys_are_those_of_an_attention_call() -> None:
+    base = inputs()
+    row = planned_row(base, SharedPrompts(16, 8000))
+    # 16 paths of 9,000 keys and the prompt, 8 kv heads, a key and a value of 64 numbers in bf16.
+    assert row.copied_key_bytes(base) == (16 * 9000 + 8000) * 8 * 2 * 64 * 2
+    # A call copies at most 512 MiB: those of 2 of the 8 heads.
+    wide = planned_row(replace(base, tokens=120_000), SharedPrompts(64, 8000))
+    assert sum(wide.lengths) * 2048 > 512 << 20
+    assert wide.copied_key_bytes(base) == sum(wide.lengths) * 512
