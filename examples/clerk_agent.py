@@ -1,15 +1,21 @@
-"""An agent for OpenAI's API that is trained by RL without changes.
+"""Two agents for OpenAI's API that are trained by RL without changes.
 
     python examples/clerk_agent.py runs/clerk        # writes the chats of the warm start
     gptoss sft configs/sft/tiny_clerk.yaml
     PYTHONPATH=. gptoss rl configs/rl/tiny_clerk.yaml
 
-``run`` is the agent: a clerk with one tool, written with OpenAI's client. It does not contain code
-for training. Customers ask for the price of an item in one of many towns, which only the price list
-has. The chats are those of two clerks: one looks every price up, and the other mostly invents it.
+``run`` is the first agent: a clerk with one tool, written with OpenAI's client. It does not contain
+code for training. Customers ask for the price of an item in one of many towns, which only the price
+list has. The chats are those of two clerks: one looks every price up, and the other mostly invents
+it.
+
+``run_order`` is the second agent, whose conversations branch. A customer sends an order of several
+items. The agent asks the clerk for each price in a separate continuation of this history, all at the
+same time. ``--orders`` writes the chats of its warm start.
 """
 
 import argparse
+import asyncio
 import functools
 import json
 import random
@@ -27,8 +33,10 @@ MAX_TURNS = 4
 CHATS = 3000
 CAREFUL_SHARE = 0.5
 """Fraction of the chats in which the clerk looks the price up."""
+ORDERED_ITEMS = 6
 
 INSTRUCTIONS = "You are the clerk. Look up what you are asked."
+GREETING = "Which prices do you want?"
 PRICE_LIST: Any = {
     "type": "function",
     "function": {
@@ -57,35 +65,75 @@ def client() -> openai.AsyncOpenAI:
 async def run(task: dict[str, Any], base_url: str, api_key: str) -> float:
     """Serve one customer. Return 1 for the right price, 0 for any other answer."""
     policy = client().with_options(base_url=base_url, api_key=api_key)
-    messages: list[Any] = [
-        {"role": "system", "content": INSTRUCTIONS},
-        {"role": "user", "content": task["prompt"]},
-    ]
-    for _ in range(MAX_TURNS):
-        answer = await policy.chat.completions.create(
-            model="clerk", messages=messages, tools=[PRICE_LIST]
+    return await ask(policy, opening(task["prompt"]), task)
+
+
+async def run_order(task: dict[str, Any], base_url: str, api_key: str) -> float:
+    """Serve one order. Return the fraction of right prices."""
+    policy = client().with_options(base_url=base_url, api_key=api_key)
+    history = opening(task["prompt"])
+    greeting = await say(policy, history)
+    if greeting.tool_calls:
+        return 0.0
+
+    history.append(greeting.model_dump(exclude_none=True))
+    # Every question continues the same history, so the conversation branches.
+    scores = await asyncio.gather(
+        *(
+            ask(
+                policy,
+                [*history, {"role": "user", "content": order_question(wanted["item"])}],
+                wanted,
+            )
+            for wanted in task["wanted"]
         )
-        said = answer.choices[0].message
+    )
+    return sum(scores) / len(scores)
+
+
+def opening(prompt: str) -> list[Any]:
+    """Return the messages before the first turn of the policy."""
+    return [{"role": "system", "content": INSTRUCTIONS}, {"role": "user", "content": prompt}]
+
+
+async def say(policy: openai.AsyncOpenAI, messages: list[Any]) -> Any:
+    """Return the next message of the policy."""
+    answer = await policy.chat.completions.create(
+        model="clerk", messages=messages, tools=[PRICE_LIST]
+    )
+    return answer.choices[0].message
+
+
+async def ask(policy: openai.AsyncOpenAI, messages: list[Any], wanted: dict[str, Any]) -> float:
+    """Continue a conversation until the clerk answers. Return 1 for the right price, else 0.
+
+    Args:
+        policy: client of the policy.
+        messages: conversation that ends with a question.
+        wanted: item, town and price.
+    """
+    for _ in range(MAX_TURNS):
+        said = await say(policy, messages)
         if not said.tool_calls:
-            return float(said.content == right_answer(task["item"], task["price"]))
+            return float(said.content == right_answer(wanted["item"], wanted["price"]))
 
         messages.append(said.model_dump(exclude_none=True))
         for call in said.tool_calls:
             assert call.type == "function"
-            told = look_up(call.function.arguments, task)
+            told = look_up(call.function.arguments, wanted)
             messages.append({"role": "tool", "tool_call_id": call.id, "content": told})
     return 0.0
 
 
-def look_up(arguments: str, task: dict[str, Any]) -> str:
+def look_up(arguments: str, wanted: dict[str, Any]) -> str:
     """Answer a call of the price list."""
     try:
         asked = json.loads(arguments)
     except ValueError:
         return "that is no JSON"
-    if asked != {"item": task["item"], "town": task["town"]}:
+    if asked != {"item": wanted["item"], "town": wanted["town"]}:
         return "unknown"
-    return str(task["price"])
+    return str(wanted["price"])
 
 
 def right_answer(item: str, price: int) -> str:
@@ -123,26 +171,57 @@ def price_question(item: str, town: str) -> str:
     return f"What does a {item} cost in {town}?"
 
 
+def orders(split: str, seed: int, index: int) -> dict[str, Any]:
+    """Return order ``index`` of a split: the items that a customer wants in a town, and prices."""
+    rng = random.Random(f"orders/{split}/{seed}/{index}")
+    town = rng.choice(TOWNS.split())
+    wanted = [
+        {"item": item, "town": town, "price": rng.randint(1, MAX_PRICE)}
+        for item in rng.sample(GOODS.split(), ORDERED_ITEMS)
+    ]
+    items = [f"a {line['item']}" for line in wanted]
+    prompt = f"I am in {town}. I want {', '.join(items[:-1])} and {items[-1]}."
+    return {"prompt": prompt, "wanted": wanted}
+
+
+def order_question(item: str) -> str:
+    return f"What does the {item} cost?"
+
+
 # ---- chats of the warm start
 
 
-def chat(rng: random.Random) -> dict[str, Any]:
-    """Write a chat of the careful clerk, or of the clerk that invents prices."""
+def price_chat(rng: random.Random) -> dict[str, Any]:
+    """Write a chat with a customer who asks for one price."""
     item, town = rng.choice(questions("train"))
-    price = rng.randint(1, MAX_PRICE)
-    messages: list[dict[str, Any]] = [
-        {"role": "system", "content": INSTRUCTIONS},
-        {"role": "user", "content": price_question(item, town)},
+    wanted = {"item": item, "town": town, "price": rng.randint(1, MAX_PRICE)}
+    return chat(rng, opening(price_question(item, town)), wanted)
+
+
+def order_chat(rng: random.Random) -> dict[str, Any]:
+    """Write a chat with a customer who has sent an order: one of the branches of ``run_order``."""
+    order = orders("train", 0, rng.randrange(CHATS))
+    wanted = rng.choice(order["wanted"])
+    messages = [
+        *opening(order["prompt"]),
+        {"role": "assistant", "content": GREETING},
+        {"role": "user", "content": order_question(wanted["item"])},
     ]
+    return chat(rng, messages, wanted)
+
+
+def chat(rng: random.Random, messages: list[Any], wanted: dict[str, Any]) -> dict[str, Any]:
+    """Add the answer of the careful clerk, or of the clerk that invents prices."""
     if rng.random() < CAREFUL_SHARE:
-        arguments = json.dumps({"item": item, "town": town})
+        arguments = json.dumps({"item": wanted["item"], "town": wanted["town"]})
         function = {"name": "price", "arguments": arguments}
         call = {"id": "call_0", "type": "function", "function": function}
         messages += [
             {"role": "assistant", "content": None, "tool_calls": [call]},
-            {"role": "tool", "tool_call_id": "call_0", "content": str(price)},
+            {"role": "tool", "tool_call_id": "call_0", "content": str(wanted["price"])},
         ]
-    messages.append({"role": "assistant", "content": right_answer(item, price)})
+    answer = right_answer(wanted["item"], wanted["price"])
+    messages.append({"role": "assistant", "content": answer})
     return {"messages": messages, "tools": [PRICE_LIST]}
 
 
@@ -150,11 +229,13 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("folder", type=Path)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--orders", action="store_true", help="write chats of run_order")
     arguments = parser.parse_args()
 
     rng = random.Random(arguments.seed)
     arguments.folder.mkdir(parents=True, exist_ok=True)
-    lines = [json.dumps(chat(rng)) + "\n" for _ in range(CHATS)]
+    write = order_chat if arguments.orders else price_chat
+    lines = [json.dumps(write(rng)) + "\n" for _ in range(CHATS)]
     (arguments.folder / "chats.jsonl").write_text("".join(lines))
     print(f"wrote {CHATS} chats to {arguments.folder / 'chats.jsonl'}")
 

@@ -106,6 +106,29 @@ def test_clerk_example_holds_out_questions_and_imports_no_loop(
     assert len(prices) > 5, "the same question has other answers"
 
 
+def test_chats_of_orders_hold_out_orders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """tests/rl_loop/agents/test_programs.py runs the agent."""
+    assert "3000 chats" in run("clerk_agent", str(tmp_path), "--orders")
+    monkeypatch.syspath_prepend(ROOT / "examples")
+    clerk = importlib.import_module("clerk_agent")
+    held_out = {clerk.orders("held_out", 0, i)["prompt"] for i in range(128)}
+    assert len(held_out) == 128
+
+    looked_up = 0
+    for line in (tmp_path / "chats.jsonl").read_text().splitlines():
+        messages = json.loads(line)["messages"]
+        order, question = (m["content"] for m in messages if m["role"] == "user")
+        assert order not in held_out
+        item = re.fullmatch(r"What does the (\w+) cost\?", question)[1]
+        assert f"a {item}" in order
+        for message in messages:
+            for call in message.get("tool_calls", ()):
+                arguments = json.loads(call["function"]["arguments"])
+                assert arguments["item"] == item and f"I am in {arguments['town']}." in order
+                looked_up += 1
+    assert 1350 < looked_up < 1650
+
+
 def test_sdk_agents_example_holds_out_tasks(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -6,6 +6,7 @@ PROGRAMS = {
     "ablations": "ablations",
     "quantization": "quantization",
     "agents": "agents",
+    "branches": "branches",
     "comparison": "comparison",
     "reference-model": "reference_model",
     "healed-model": "healed_model",

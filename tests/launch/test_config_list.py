@@ -24,7 +24,7 @@ from tests.support.waiting import PATIENCE_SECONDS
 
 ROOT = Path(__file__).parents[2]
 CLERK = "examples.clerk_agent"
-"""Module that tiny_clerk names. Its directory must be in PYTHONPATH."""
+"""Module that tiny_clerk and tiny_order name. Its directory must be in PYTHONPATH."""
 
 
 def listed(*options: str) -> dict[tuple[str, str], dict[str, Any]]:
@@ -116,9 +116,11 @@ def test_configuration_that_cannot_be_loaded_is_listed() -> None:
     (row,) = [line for line in result.stdout.splitlines() if line.startswith("tiny_clerk")]
     assert row.split()[:5] == ["tiny_clerk", "rl", "tiny_words", "?", "?"]
     assert "on two CPU cores" in row
-    (message,) = result.stderr.splitlines()
-    assert message.startswith("gptoss: tiny_clerk cannot be loaded: ")
-    assert f"{CLERK}:tasks' cannot be imported" in message
+    functions = {"tiny_clerk": "tasks", "tiny_order": "orders"}
+    messages = zip(functions.items(), result.stderr.splitlines(), strict=True)
+    for (name, function), message in messages:
+        assert message.startswith(f"gptoss: {name} cannot be loaded: ")
+        assert f"{CLERK}:{function}' cannot be imported" in message
     # A number of GPUs is unknown, so no filter may show it.
     assert ("rl", "tiny_clerk") not in listed("--gpus", "8")
 

@@ -6,6 +6,7 @@ import asyncio
 import json
 import math
 import os
+import re
 import sys
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
@@ -15,6 +16,7 @@ from typing import Any
 import psutil
 import pytest
 
+from examples import clerk_agent
 from rl_loop.agents import episode as episode_module
 from rl_loop.agents import process as process_module
 from rl_loop.agents.episode import AgentRunner
@@ -162,6 +164,55 @@ def test_external_agent_uses_a_chatml_model(name: str) -> None:
         assert trained == [spoken[0] + spoken[1], spoken[2], spoken[3]]
     else:
         assert trained == spoken
+
+
+class OrderPolicy(ScriptedEngine):
+    """Plays the clerk of ``run_order`` by the text before a turn. One answer is wrong."""
+
+    def __init__(self, codec: Harmony, order: dict[str, Any]) -> None:
+        super().__init__([])
+        self._codec = codec
+        self._wanted = {line["item"]: line for line in order["wanted"]}
+        self._wrong = order["wanted"][2]["item"]
+
+    async def generate(self, request: GenerateRequest) -> GenerateResult:
+        # Questions arrive in any order, so turns cannot be scripted in sequence.
+        self._turns = [self._choose_turn(self._codec.decode(request.input_ids))]
+        return await super().generate(request)
+
+    def _choose_turn(self, text: str) -> list[int]:
+        asked = re.search(r"What does the (\w+) cost", text)
+        if asked is None:
+            return says(self._codec, clerk_agent.GREETING)
+        wanted = self._wanted[asked[1]]
+        if "functions.price to=assistant" not in text:
+            return calls(self._codec, "price", item=wanted["item"], town=wanted["town"])
+        price = wanted["price"] + (wanted["item"] == self._wrong)
+        return says(self._codec, clerk_agent.right_answer(wanted["item"], price))
+
+
+def test_questions_of_an_order_are_branches_of_its_history(tiny: Harmony) -> None:
+    order = clerk_agent.orders("train", 0, 0)
+    engine = OrderPolicy(tiny, order)
+    limits = LIMITS.model_copy(update={"max_turns": 20, "max_episode_tokens": 2000})
+    options = BlackBoxOptions(agent="examples.clerk_agent:run_order", memory_gb=2)
+
+    async def run() -> Trajectory:
+        async with running(tiny, engine, limits) as runner:
+            return await play_task(runner, options, order)
+
+    episode = asyncio.run(run())
+    assert episode.invalid is None, episode.invalid
+    assert episode.reward_parts["score"] == pytest.approx(5 / 6)
+    assert len(episode.sequences) == clerk_agent.ORDERED_ITEMS
+    assert episode.episode_assistant_turns == 1 + 2 * clerk_agent.ORDERED_ITEMS
+
+    # All sequences begin with the order and the greeting, which the first one trains on.
+    greeting = says(tiny, clerk_agent.GREETING)
+    history = len(engine.requests[0].input_ids) + len(greeting)
+    assert len({tuple(s.token_ids[:history].tolist()) for s in episode.sequences}) == 1
+    trained = [int(s.loss_mask[:history].sum()) for s in episode.sequences]
+    assert trained == [len(greeting)] + [0] * 5
 
 
 def test_rewards_over_http_sum_and_replace_those_of_equal_name(tiny: Harmony) -> None:
