@@ -78,22 +78,21 @@ async def run_order(task: dict[str, Any], base_url: str, api_key: str) -> float:
 
     history.append(greeting.model_dump(exclude_none=True))
     # Every question continues the same history, so the conversation branches.
-    scores = await asyncio.gather(
-        *(
-            ask(
-                policy,
-                [*history, {"role": "user", "content": order_question(wanted["item"])}],
-                wanted,
-            )
-            for wanted in task["wanted"]
-        )
-    )
+    branches = [
+        ask(policy, [*history, user(order_question(wanted["item"]))], wanted)
+        for wanted in task["wanted"]
+    ]
+    scores = await asyncio.gather(*branches)
     return sum(scores) / len(scores)
 
 
 def opening(prompt: str) -> list[Any]:
     """Return the messages before the first turn of the policy."""
-    return [{"role": "system", "content": INSTRUCTIONS}, {"role": "user", "content": prompt}]
+    return [{"role": "system", "content": INSTRUCTIONS}, user(prompt)]
+
+
+def user(text: str) -> dict[str, str]:
+    return {"role": "user", "content": text}
 
 
 async def say(policy: openai.AsyncOpenAI, messages: list[Any]) -> Any:
@@ -205,7 +204,7 @@ def order_chat(rng: random.Random) -> dict[str, Any]:
     messages = [
         *opening(order["prompt"]),
         {"role": "assistant", "content": GREETING},
-        {"role": "user", "content": order_question(wanted["item"])},
+        user(order_question(wanted["item"])),
     ]
     return chat(rng, messages, wanted)
 

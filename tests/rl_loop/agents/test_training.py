@@ -103,14 +103,23 @@ def test_interrupted_agent_run_resumes_with_the_same_curve(whole: RlConfig, tmp_
 
 
 def test_off_policy_agent_episodes_continue_across_weight_syncs(tmp_path: Path) -> None:
-    run = run_rl(
-        config(tmp_path, "two_talks", "algorithm.max_staleness=2", "training.steps=4"), Quiet()
+    """Prompts of a task's samples are computed once."""
+    settings = config(
+        tmp_path,
+        "two_talks",
+        "algorithm.max_staleness=2",
+        "training.steps=4",
+        "training.share_prefixes=all",
+        "training.min_shared=8",
     )
+    run = run_rl(settings, Quiet())
     rows = [row for row in read_episodes(run) if row["split"] == "train"]
     assert not any(row["invalid"] for row in rows)
     assert any(row["oldest_version"] != row["step"] - 1 for row in rows)
     steps = [r for r in read_json_lines(run / "metrics.jsonl") if "reward" in r]
     assert len(steps) == 4
+    assert all(step["prefixes/saved_tokens"] > 0 for step in steps)
+    assert all(step["grad_norm"] > 0 for step in steps)
 
 
 @pytest.mark.slow
