@@ -11,6 +11,7 @@ import pytest
 from hypothesis import settings
 
 import megatron_gptoss  # noqa: F401 (before any test imports Megatron: without a GPU it needs no compiler)
+from tests.support.forked_workers import offer_server
 from tests.support.frozen_heap import keep_frozen
 from tests.support.leftover_processes import (  # noqa: F401 (hooks of pytest)
     pytest_configure,
@@ -120,6 +121,11 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
             return choose_group(super()._split_scope(nodeid))
 
     return Scheduling(config, log)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_setupnodes() -> None:
+    offer_server()
 
 
 @pytest.hookimpl(wrapper=True)

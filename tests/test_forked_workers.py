@@ -6,7 +6,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from tests.support.waiting import wait_until
 
 ROOT = Path(__file__).parents[1]
 PROGRAM = """
-import os, sys
+import atexit, os, sys
 import psutil, ray
 from rl_loop.cluster.ray_session import start_local_ray
 
@@ -31,6 +31,23 @@ start_local_ray(num_cpus=1, object_store_bytes=100 << 20)
 pid, parent = ray.get(ray.remote(lambda: (os.getpid(), os.getppid())).remote())
 print(parent)
 print(psutil.Process(pid).environ().get("THIS_RUN"))
+print(os.getppid())
+atexit.register(lambda: print("the program has ended", file=sys.stderr))
+sys.exit(3)
+"""
+WAITING_PROGRAM = """
+import atexit, os, signal, sys
+
+def stop(number, frame):
+    print("signal", number)
+    sys.exit(5)
+
+signal.signal(signal.SIGINT, stop)
+signal.signal(signal.SIGTERM, stop)
+atexit.register(lambda: print("at exit"))
+print(os.getpid(), flush=True)
+while True:
+    signal.pause()
 """
 
 
@@ -50,13 +67,17 @@ class Actor:
         return os.environ.get(name)
 
 
+def is_server(pid: int) -> bool:
+    return "forked_workers/server.py" in read_command(psutil.Process(pid))
+
+
 def test_forked_worker_has_imports_and_separate_environment() -> None:
     actors = [Actor.remote() for _ in range(2)]
     processes = [ray.get(actor.process.remote()) for actor in actors]
-    (server,) = forked_workers._servers
     assert len({pid for pid, _, _ in processes}) == 2
-    for pid, parent, modules in processes:
-        assert parent == server.pid
+    (server,) = {parent for _, parent, _ in processes}
+    assert is_server(server)
+    for pid, _, modules in processes:
         assert {"torch", "megatron.core", "transformers"} <= modules
         assert "ray::Actor" in psutil.Process(pid).cmdline()[0]
 
@@ -66,25 +87,58 @@ def test_forked_worker_has_imports_and_separate_environment() -> None:
     assert processes_of_ray is not None and raylets == {str(processes_of_ray.raylet)}
 
     # OpenMP reads these variables in the server, before the fork.
-    servers = psutil.Process(server.pid).environ()
+    servers = psutil.Process(server).environ()
     for name in ("OMP_NUM_THREADS", "GOMP_SPINCOUNT"):
         assert servers[name] == ray.get(actors[0].variable.remote(name))
 
 
-def test_forked_worker_of_a_program_shows_its_mark(tmp_path: Path) -> None:
-    """Tests find the processes of a command by a variable in their environment."""
-    program = tmp_path / "program.py"
-    program.write_text(PROGRAM)
+def run_program(python: list[str], program: Path) -> list[str]:
+    """Run a program with a marked environment, and return the lines of its output."""
     done = subprocess.run(
-        [*forked_workers.python_with_forks(), str(program), "an argument"],
+        [*python, str(program), "an argument"],
         cwd=ROOT,
         env={**os.environ, "THIS_RUN": "marked", "PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}"},
         capture_output=True,
         text=True,
     )
-    assert done.returncode == 0, done.stderr
-    (server,) = forked_workers._servers
-    assert done.stdout.split("\n")[:3] == ["['an argument']", str(server.pid), "marked"]
+    assert done.returncode == 3, done.stderr
+    assert "the program has ended" in done.stderr
+    return done.stdout.splitlines()
+
+
+@pytest.mark.parametrize("python", [forked_workers.python_with_forks, forked_workers.forked_python])
+def test_forked_worker_of_a_program_shows_its_mark(
+    python: Callable[[], list[str]], tmp_path: Path
+) -> None:
+    """Tests find the processes of a command by a variable in their environment."""
+    program = tmp_path / "program.py"
+    program.write_text(PROGRAM)
+    arguments, worker, mark, parent = run_program(python(), program)
+    assert arguments == "['an argument']"
+    assert is_server(int(worker))
+    assert mark == "marked"
+    is_fork = python is forked_workers.forked_python
+    assert is_server(int(parent)) == is_fork
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_forked_program_gets_signals(number: int, tmp_path: Path) -> None:
+    """The status shows the signal, and a killed command leaves no fork."""
+    program = tmp_path / "program.py"
+    program.write_text(WAITING_PROGRAM)
+    process = subprocess.Popen(
+        [*forked_workers.forked_python(), str(program)],
+        env={**os.environ, "THIS_RUN": "marked", "PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}"},
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    fork = psutil.Process(int(process.stdout.readline()))
+    process.send_signal(number)
+    said = process.stdout.read()
+    assert said == ("" if number == signal.SIGKILL else f"signal {number}\nat exit\n")
+    assert process.wait() == (-number if number == signal.SIGKILL else 5)
+    wait_until(lambda: not fork.is_running())
 
 
 def is_dead(actor: Any) -> bool:

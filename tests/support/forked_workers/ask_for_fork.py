@@ -9,8 +9,10 @@ directory and standard streams, and ends with the status of the fork. Without a 
 import json
 import os
 import runpy
+import signal
 import socket
 import sys
+from collections.abc import Sequence
 from typing import NoReturn
 
 ADDRESS = "GPTOSS_TEST_FORKED_WORKERS"
@@ -40,8 +42,12 @@ def run_program(program: str) -> NoReturn:
     sys.exit(status)
 
 
-def run_in_fork(arguments: list[str]) -> int | None:
+def run_in_fork(arguments: list[str], forwarded: Sequence[int] = ()) -> int | None:
     """Run a program and its arguments in a fork until it ends.
+
+    Args:
+        arguments: path of the program, and its arguments.
+        forwarded: signals that the fork gets instead of this process.
 
     Returns:
         The status of the fork, 1 if the server has ended, None without a server.
@@ -60,6 +66,8 @@ def run_in_fork(arguments: list[str]) -> int | None:
     message = json.dumps(request).encode() + b"\n"
     sent = socket.send_fds(server, [message], [0, 1, 2])
     server.sendall(message[sent:])
+    for number in forwarded:
+        signal.signal(number, lambda number, _: server.sendall(bytes([number])))
     return int(server.recv(16) or 1)
 
 

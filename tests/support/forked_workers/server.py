@@ -2,8 +2,9 @@
 
     python server.py LISTENING_DESCRIPTOR
 
-A fork continues as Ray's worker program, with the client's arguments, environment, directory and
-standard streams. It is killed if the client ends first, because Ray then wants the worker to end.
+A fork continues as the client's program, usually Ray's worker, with the client's arguments,
+environment, directory and standard streams. It is killed if the client ends first, because Ray then
+wants the worker to end. A byte from the client is the number of a signal for the fork.
 """
 
 import ctypes
@@ -17,6 +18,7 @@ import signal
 import socket
 import sys
 import traceback
+import warnings
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
@@ -56,8 +58,9 @@ has its own settings.
 def main() -> None:
     # Remove the directory of this program, whose modules are not for workers.
     sys.path.remove(str(Path(__file__).parent))
-    for module in IMPORTED:
-        importlib.import_module(module)
+    with warnings.catch_warnings(action="ignore"):  # missing packages that need a GPU
+        for module in IMPORTED:
+            importlib.import_module(module)
     # Every worker uses this encoding, nearly always from the same file.
     sys.modules["rl_loop.harmony.vocabulary"].harmony_encoding()
     # Forks then neither search the imported objects nor copy their memory pages.
@@ -100,8 +103,15 @@ def accept(events: selectors.BaseSelector, listener: socket.socket) -> None:
 
     end_of_worker = os.pidfd_open(worker)
 
-    def stop(events: selectors.BaseSelector, client: socket.socket) -> None:
-        if client.fileno() != -1:  # otherwise the end was just reported
+    def obey(events: selectors.BaseSelector, client: socket.socket) -> None:
+        if client.fileno() == -1:  # the end was just reported
+            return
+        numbers = b""
+        with suppress(ConnectionResetError):
+            numbers = client.recv(16)
+        for number in numbers:
+            os.kill(worker, number)
+        if not numbers:
             events.unregister(client)
             os.kill(worker, signal.SIGKILL)
 
@@ -115,8 +125,8 @@ def accept(events: selectors.BaseSelector, listener: socket.socket) -> None:
         events.unregister(end_of_worker)
         os.close(end_of_worker)
 
-    # The client sends no more data, so its socket becomes readable when it ends.
-    events.register(client, selectors.EVENT_READ, stop)
+    # The socket also becomes readable when the client ends.
+    events.register(client, selectors.EVENT_READ, obey)
     events.register(end_of_worker, selectors.EVENT_READ, report)
 
 
@@ -148,7 +158,9 @@ def run_worker(
         runpy.run_path(program, run_name="__main__")
         status = 0
     except SystemExit as ended:
-        status = ended.code if isinstance(ended.code, int) else 1
+        status = ended.code if isinstance(ended.code, int) else int(ended.code is not None)
+        if isinstance(ended.code, str):
+            print(ended.code, file=sys.stderr)
     except BaseException:
         traceback.print_exc()
     finally:
