@@ -27,7 +27,7 @@ from rl_loop.environments import Task, make_offline_environment
 from rl_loop.tracking.metrics import StepMetrics
 from rl_loop.tracking.step_metrics import add_rollout_metrics
 from scripts.reference import API, configuration_page
-from tests.support.forked_workers import python_with_forks
+from tests.support.forked_workers import forked_python
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")])
@@ -241,10 +241,17 @@ PROGRAMS = {
 }
 
 
-def run_python(code: str, directory: Path = ROOT) -> str:
-    """Run a program in a fresh interpreter in a directory, and return its output."""
+def run_python(code: str, directory: Path = ROOT, is_fresh: bool = False) -> str:
+    """Run a program in a directory, and return its output.
+
+    Args:
+        code: the program.
+        directory: its working directory.
+        is_fresh: use a new interpreter instead of a fork that has imported large packages.
+    """
+    python = [sys.executable] if is_fresh else forked_python()
     done = subprocess.run(
-        [sys.executable, "-c", code],
+        [*python, "-c", code],
         cwd=directory,
         env={**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}", "OMP_NUM_THREADS": "1"},
         text=True,
@@ -294,16 +301,34 @@ HEAVY = {"torch", "megatron", "ray", "transformers", "datasets"}
 """Packages whose import takes a second, or hundreds of megabytes."""
 
 
+WITHOUT_TORCH = """
+import importlib, sys
+sys.modules["torch"] = None
+for name in {}:
+    try:
+        importlib.import_module(name)
+    except ImportError:
+        print(name)
+"""
+"""Program that prints which modules need torch."""
+
+
 def test_library_imports_only_the_listed_large_packages() -> None:
     page = (ROOT / "docs/library.md").read_text()
     section = page.partition("## Import cost")[2].partition("\n## ")[0]
     rows = re.findall(r"^\| (`.*?`) \| [\d.]+ \| \d+ MB \| (\w+)", section, flags=re.M)
     assert len(rows) == 8
-    for modules, listed in rows:
-        imports = ", ".join(re.findall(r"`([\w.]+)`", modules))
-        loaded = set(run_python(f"import sys, {imports}\nprint(*sys.modules)").split())
-        allowed = set() if listed == "none" else {listed}
-        assert loaded & HEAVY == allowed, imports
+    modules = {"none": [], "torch": []}
+    for cell, listed in rows:
+        modules[listed] += re.findall(r"`([\w.]+)`", cell)
+    program = "import sys, {}\nprint(*sys.modules)"
+    for listed, names in modules.items():
+        loaded = run_python(program.format(", ".join(names)), is_fresh=True).split()
+        assert HEAVY & {*loaded} == {listed} - {"none"}, names
+
+    # Each of the modules with torch needs it.
+    failing = run_python(WITHOUT_TORCH.format(modules["torch"]), is_fresh=True).split()
+    assert failing == modules["torch"]
 
 
 def test_mcp_example_plays_its_episode_and_loads(tmp_path: Path) -> None:
@@ -350,7 +375,7 @@ def output_blocks(page: str) -> list[str]:
 def run_gptoss(*words: str, directory: Path) -> str:
     """Run ``gptoss`` in a directory as a user would, and return its output."""
     done = subprocess.run(
-        [*python_with_forks(), "-m", "launch", *words],
+        [*forked_python(), "-m", "launch", *words],
         cwd=directory,
         env={**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}"},
         text=True,

@@ -9,7 +9,6 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -17,15 +16,16 @@ import pytest
 from rl_loop.config.tasks import SourceConfig
 from rl_loop.environments import environment_class
 from rl_loop.tracking.run_directory import read_json_lines
-from tests.support.forked_workers import python_with_forks
+from tests.support.forked_workers import forked_python
 from tests.support.waiting import PATIENCE_SECONDS
 
 ROOT = Path(__file__).resolve().parents[1]
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 
 
-def run(name: str, *arguments: str, python: Sequence[str] = (sys.executable,)) -> str:
+def run(name: str, *arguments: str) -> str:
     """Run a program of examples/ as a user would, and return its output."""
+    python = forked_python()
     environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
         [*python, f"examples/{name}.py", *arguments],
@@ -180,7 +180,7 @@ def test_mcp_environment_rewards_expert_above_guesses() -> None:
 
 def test_train_example_prints_the_metrics_of_its_runs(tmp_path: Path) -> None:
     """One step of each stage, on a CPU, in a new directory."""
-    printed = run("train", str(tmp_path / "runs"), "1", python=python_with_forks())
+    printed = run("train", str(tmp_path / "runs"), "1")
     assert re.search(r"^python_sft step 1: loss \d+\.\d+$", printed, re.MULTILINE)
     assert re.search(r"^python_rl step 1: reward -?\d+\.\d+$", printed, re.MULTILINE)
     assert re.search(r"^held-out accuracy: \d\.\d+ -> \d\.\d+$", printed, re.MULTILINE)

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.forked_workers import python_with_forks
+from tests.support.forked_workers import forked_python
 
 ROOT = Path(__file__).parents[2]
 TOKENS = 16 * 8192
@@ -20,7 +20,7 @@ TOKENS = 16 * 8192
 def cases() -> dict[tuple[int, str], dict[str, Any]]:
     """Return the benchmark's lines, by layers of routes and passes."""
     program = [
-        *python_with_forks(),
+        *forked_python(),
         "-m",
         "benchmarks.data",
         "plane",

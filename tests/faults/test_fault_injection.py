@@ -29,7 +29,7 @@ from tests.faults.observed_run import MARK, Numbers, RecordedStep, own_environme
 from tests.faults.options import Options
 from tests.faults.results import Injection, Results, RunResult, WholeRunKill
 from tests.faults.stability import BLOCKS, fit, slopes
-from tests.support.forked_workers import python_with_forks
+from tests.support.forked_workers import forked_python
 from tests.support.waiting import PATIENCE_SECONDS, wait_until
 
 
@@ -359,7 +359,7 @@ def inject_kinds(
     workers: int = 2,
 ) -> set[str]:
     """Run a fault-injection test without failures. Return the injected kinds."""
-    monkeypatch.setattr(observed_run, "PYTHON", python_with_forks())
+    monkeypatch.setattr(observed_run, "PYTHON", forked_python())
     # memory use of other programs must not end a run
     monkeypatch.setenv("RAY_memory_monitor_refresh_ms", "0")
     options = Options(

@@ -24,7 +24,7 @@ from launch.cli import app
 from rl_loop.config.load import dump_config, load_config
 from rl_loop.config.run import RlConfig, SftConfig
 from rl_loop.tracking.run_lock import locked_run
-from tests.support.forked_workers import python_with_forks
+from tests.support.forked_workers import forked_python
 from tests.support.launch.forked_command import ForkedCommand
 from tests.support.waiting import PATIENCE_SECONDS
 
@@ -285,7 +285,7 @@ def test_actor_error_is_one_line_and_keeps_the_earlier_run(
     (damaged / "model.safetensors").write_bytes(b"no safetensors")
 
     options = [f"initial_weights={damaged}", f"output_dir={tmp_path}", "name=x", "--overwrite"]
-    command = [*python_with_forks(), "-m", "launch", "sft", SFT, *options]
+    command = [*forked_python(), "-m", "launch", "sft", SFT, *options]
     result = subprocess.run(
         command, cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE_SECONDS
     )

@@ -5,19 +5,20 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import yaml
 
+from tests.support.forked_workers import forked_python
 from tests.support.waiting import PATIENCE_SECONDS
 
 ROOT = Path(__file__).resolve().parents[3]
 GUIDE = ROOT / "docs/environments.md"
-GPTOSS = f'gptoss() {{ "{sys.executable}" -c "from launch.cli import main; main()" "$@"; }}\n'
+GPTOSS = 'gptoss() { $GPTOSS_PYTHON -m launch "$@"; }\n'
 """Shell function for the installed command, with the code of this checkout."""
 
 
@@ -39,11 +40,13 @@ def workplace(tmp_path: Path) -> Path:
 
 
 def run(workplace: Path, *command: str) -> str:
-    """Return the output of a command in ``workplace``. The command must succeed."""
+    """Return the output of a command, or of Python with options, which must succeed."""
+    python = forked_python()
     paths = os.pathsep.join([str(workplace), str(ROOT), str(ROOT / "kernels")])
     environment = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
+    environment["GPTOSS_PYTHON"] = shlex.join(python)
     done = subprocess.run(
-        command,
+        [*python, *command] if command[0].startswith("-") else command,
         cwd=workplace,
         env=environment,
         text=True,
@@ -59,7 +62,6 @@ def test_guides_environment_has_40_lines_and_passes_its_test(workplace: Path) ->
     assert len(lines) <= 45
     said = run(
         workplace,
-        sys.executable,
         "-m",
         "pytest",
         "-q",
@@ -98,7 +100,7 @@ def test_guides_rows_of_a_file_are_demonstrated(workplace: Path) -> None:
     sft = yaml.safe_load((workplace / "configs/sft/guessing.yaml").read_text())
     (workplace / "rows.yaml").write_text(yaml.safe_dump(sft | yaml.safe_load(source)))
 
-    said = run(workplace, sys.executable, "-c", ROWS, "rows.yaml")
+    said = run(workplace, "-c", ROWS, "rows.yaml")
 
     assert said.strip() == "guessing:GuessingEnvironment"
 
