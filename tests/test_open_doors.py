@@ -23,16 +23,17 @@ from rl_loop.cluster.placement import free_port
 from rl_loop.cluster.tokens import NotPrivateError, private_directory, write_token
 from rl_loop.config.load import load_rl_config
 from rl_loop.tracking.run_directory import RunDirectory, read_json_lines
-from tests.support.forked_workers import python_with_forks
+from tests.support.forked_workers import forked_python
 from tests.support.open_doors import (
     ATTACKER,
     doors,
+    find_places,
     findings,
     missing_parts,
     process_tree,
     speaks_like_a_store,
 )
-from tests.support.processes import read_command, read_environment
+from tests.support.processes import kill, read_command
 
 ROOT = Path(__file__).parents[1]
 SMALL = (
@@ -89,7 +90,7 @@ def running(arguments: tuple[str, ...], folder: Path, name: str) -> Iterator[psu
     with open(folder / "log", "wb") as log:
         process = subprocess.Popen(
             [
-                *python_with_forks(),
+                *forked_python(),
                 "-m",
                 "launch",
                 *arguments,
@@ -109,15 +110,14 @@ def running(arguments: tuple[str, ...], folder: Path, name: str) -> Iterator[psu
         try:
             yield psutil.Process(process.pid)
         finally:
-            for child in process_tree(process.pid)[1:]:
-                with suppress(psutil.NoSuchProcess):
-                    child.kill()
+            for started in with_forks(process.pid, folder)[1:]:
+                kill(started)
             process.kill()
             process.wait()
 
 
 def with_forks(pid: int, folder: Path) -> list[psutil.Process]:
-    """Return a command's process tree, and the forks that are its ranks and rollout workers."""
+    """Return a command's process tree, its driver, ranks and rollout workers, which are forks."""
     found = process_tree(pid)
     for process in psutil.process_iter():
         with suppress(psutil.Error):  # it has ended, or is not of this user
@@ -172,6 +172,7 @@ def test_training_has_no_open_door(command: str, short_directory: Path) -> None:
         assert find_places(token.read_text(), tree, [folder], beside=token) == []
 
 
+@pytest.mark.slow  # tests/launch/test_launch.py tries the sockets of a fine-tuning
 @needs_attackers
 def test_local_launch_has_no_open_door(short_directory: Path) -> None:
     """``gptoss launch`` on this machine starts Ray as on a node of a cluster."""
@@ -211,23 +212,6 @@ def test_local_launch_has_no_open_door(short_directory: Path) -> None:
                 child.kill()
 
 
-def find_places(
-    secret: str, tree: list[psutil.Process], folders: list[Path], beside: Path
-) -> list[str]:
-    """Return readable places of a secret: command lines, environments and files."""
-    places = []
-    for process in tree:
-        if secret in read_command(process):
-            places.append(f"command line of {process.name()}")
-        if secret in str(read_environment(process)):
-            places.append(f"environment of {process.name()}")
-    for folder in folders:
-        for file in folder.rglob("*"):
-            if file.is_file() and file != beside and secret.encode() in file.read_bytes():
-                places.append(str(file))
-    return places
-
-
 @needs_attackers
 def test_viewer_shows_nothing_without_its_token(tmp_path: Path) -> None:
     """Other users of the machine can connect to loopback, so loopback alone is no protection."""
@@ -264,16 +248,16 @@ def test_server_answers_nothing_without_its_key(tmp_path: Path) -> None:
     model.save_pretrained(tmp_path / "weights")
     arguments = ["serve", RL[1], *SMALL, "--weights", str(tmp_path / "weights"), "--port", "0"]
     process = subprocess.Popen(
-        [sys.executable, "-m", "launch", *arguments],
+        [*forked_python(), "-m", "launch", *arguments],
         cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        env={**os.environ, "OMP_NUM_THREADS": "1", MARK: str(tmp_path)},
         stdout=subprocess.PIPE,
         text=True,
     )
     try:
         assert process.stdout is not None
         assert process.stdout.readline().startswith("serving")
-        found = doors(process_tree(process.pid))
+        found = doors(with_forks(process.pid, tmp_path))
         assert [(door.kind, door.is_loopback) for door in found] == [("tcp", True)]
         assert findings(found, tmp_path / "loot") == []
     finally:
@@ -341,7 +325,7 @@ print([str(door) for door in doors([psutil.Process()]) if not door.is_loopback])
 print("GLOO_SOCKET_IFNAME" not in os.environ)
 """
     done = subprocess.run(
-        [sys.executable, "-c", program],
+        [*forked_python(), "-c", program],
         cwd=ROOT,
         capture_output=True,
         text=True,

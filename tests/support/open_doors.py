@@ -25,7 +25,7 @@ from typing import Any
 
 import psutil
 
-from tests.support.processes import list_children
+from tests.support.processes import list_children, read_command, read_environment
 
 ATTACKER = 65_534
 """User id of ``nobody``."""
@@ -239,6 +239,30 @@ def _network_namespace() -> Iterator[tuple[list[str], str]]:
     finally:
         subprocess.run(["ip", "link", "del", outer], capture_output=True, check=False)
         subprocess.run(["ip", "netns", "del", name], capture_output=True, check=False)
+
+
+def find_places(
+    secret: str, tree: list[psutil.Process], folders: list[Path], beside: Path
+) -> list[str]:
+    """Return readable places of a secret: command lines, environments and files.
+
+    Args:
+        secret: such as a token.
+        tree: processes.
+        folders: searched for files.
+        beside: file that may contain the secret.
+    """
+    places = []
+    for process in tree:
+        if secret in read_command(process):
+            places.append(f"command line of {process.name()}")
+        if secret in str(read_environment(process)):
+            places.append(f"environment of {process.name()}")
+    for folder in folders:
+        for file in folder.rglob("*"):
+            if file.is_file() and file != beside and secret.encode() in file.read_bytes():
+                places.append(str(file))
+    return places
 
 
 # -- the attacker ---------------------------------------------------------------------------------
