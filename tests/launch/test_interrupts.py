@@ -49,13 +49,14 @@ def wait_for_steps(terminal: Terminal, count: int) -> None:
 
 
 SLOW = pytest.mark.slow
-# Each kind of run is stopped once before or after its first checkpoint. The other cases are slow.
-# tests/rl_loop/test_session.py tests a second interrupt without a new process. The fault-injection
-# test ends a run by SIGTERM.
+# One case is not slow. The last tests press Ctrl-C. tests/rl_loop/test_session.py tests a second
+# interrupt without a new process, tests/rl_loop/test_sft_on_conversations.py an interrupt of SFT
+# before its first checkpoint. The fault-injection test ends a run by SIGTERM.
 CASES = [
-    ("sft", False, "HUP", ()),
+    ("rl", True, "HUP", ()),
+    ("sft", False, "HUP", SLOW),
     ("sft", True, "TERM", SLOW),
-    ("rl", True, "INT", ()),
+    ("rl", True, "INT", SLOW),
     ("rl", False, "INT twice", SLOW),
     ("sft", False, "INT", SLOW),
     ("sft", False, "INT twice", SLOW),
@@ -65,7 +66,6 @@ CASES = [
     ("sft", True, "HUP", SLOW),
     ("rl", True, "INT twice", SLOW),
     ("rl", True, "TERM", SLOW),
-    ("rl", True, "HUP", SLOW),
     ("rl", False, "INT", SLOW),
     ("rl", False, "TERM", SLOW),
     ("rl", False, "HUP", SLOW),

@@ -103,8 +103,15 @@ def agent_model(tiny: Harmony) -> GptOssForCausalLM:
     return learned_model(tiny_config(tiny.vocabulary.size), list(different.values()))
 
 
-@pytest.mark.parametrize("dialect", DIALECTS)
-@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("dialect", "stream"),
+    [
+        ("chat", False),
+        ("responses", True),
+        pytest.param("chat", True, marks=pytest.mark.slow),
+        pytest.param("responses", False, marks=pytest.mark.slow),
+    ],
+)
 def test_sdk_agent_with_tool_handoff_and_mcp_server_is_captured(
     tiny: Harmony, agent_model: GptOssForCausalLM, dialect: str, stream: bool
 ) -> None:
