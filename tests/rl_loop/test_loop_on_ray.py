@@ -78,11 +78,19 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def whole(trained: Path, tmp_path_factory: pytest.TempPathFactory) -> RlConfig:
+def terminal() -> io.StringIO:
+    """The output of ``whole`` in a terminal."""
+    return io.StringIO()
+
+
+@pytest.fixture(scope="module")
+def whole(
+    trained: Path, terminal: io.StringIO, tmp_path_factory: pytest.TempPathFactory
+) -> RlConfig:
     """The configuration of an uninterrupted RL run of three steps, started from ``trained``."""
-    options = [f"initial_weights={trained}", "training.steps=3", "evaluate_every=1"]
-    config = rl_config(tmp_path_factory.mktemp("whole"), *options)
-    run_rl(config, Quiet())
+    options = [f"initial_weights={trained}", "training.steps=3", "evaluate_every=2"]
+    config = rl_config(tmp_path_factory.mktemp("whole"), *options, "tracking.episodes=all")
+    run_rl(config, lambda *title: TrainingProgress(*title, Console(file=terminal, width=500)))
     return config
 
 
@@ -154,11 +162,11 @@ def test_adapters_of_sft_and_rl_export_alone_and_merged(trained: Path, tmp_path:
         assert (run / "config.yaml").read_text() == kept
 
 
-def test_terminal_files_and_pages_have_equal_step_numbers(tmp_path: Path) -> None:
+def test_terminal_files_and_pages_have_equal_step_numbers(
+    whole: RlConfig, terminal: io.StringIO
+) -> None:
     """In the terminal, files and pages, step N means that N steps are completed."""
-    terminal = io.StringIO()
-    config = rl_config(tmp_path, "training.steps=3", "evaluate_every=2", "tracking.episodes=all")
-    run = run_rl(config, lambda *title: TrainingProgress(*title, Console(file=terminal, width=500)))
+    run = whole.directory
     build_report(run)
 
     trained, evaluated = [1, 2, 3], [0, 2, 3]
@@ -348,7 +356,7 @@ def test_rank_exempts_its_objects_from_collection_after_a_step(tmp_path: Path) -
         trainer.close()
 
 
-@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize("victim", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_rank_that_dies_in_a_gather_is_named_and_all_ranks_end(victim: int, tmp_path: Path) -> None:
     """A checkpoint on GPUs gathers the optimizer state of all ranks.
 
@@ -393,6 +401,7 @@ def test_rank_that_dies_in_a_gather_is_named_and_all_ranks_end(victim: int, tmp_
     assert not alive
 
 
+@pytest.mark.slow  # tests/rl_loop/rollout/test_pool_stream.py kills workers at other moments
 def test_killed_rollout_worker_loses_no_episode(tmp_path: Path) -> None:
     config = rl_config(tmp_path, "rollout.max_sampled_tokens_per_turn=200", "rollout.workers=2")
     trainer = build_trainer(config)

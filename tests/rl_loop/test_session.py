@@ -43,11 +43,17 @@ def stop_at_once(step: int) -> None:
     ("on_step", "ending"),
     [
         pytest.param(lambda step: None, nullcontext(), id="success"),
-        pytest.param(fail, pytest.raises(RuntimeError, match="the display is broken"), id="error"),
+        pytest.param(
+            fail,
+            pytest.raises(RuntimeError, match="the display is broken"),
+            id="error",
+            marks=pytest.mark.slow,
+        ),
         pytest.param(
             press_ctrl_c,
             pytest.raises(RunInterrupted, match="saved after step 1 of 2"),
             id="interrupt",
+            marks=pytest.mark.slow,
         ),
         pytest.param(
             stop_at_once,

@@ -157,35 +157,34 @@ def test_killed_sft_run_resumes_with_the_next_samples(tmp_path: Path) -> None:
     assert all(torch.equal(tensor, expected[name]) for name, tensor in weights(resumed).items())
 
 
-def test_interrupted_sft_run_resumes_at_its_place_in_the_data(tmp_path: Path) -> None:
-    path = write_chats(tmp_path, 30)
-    whole = run_sft(config(path, "name=whole"), Quiet())
-    stopping = Quiet(lambda step: os.kill(os.getpid(), signal.SIGINT) if step == 3 else None)
-    with pytest.raises(RunInterrupted, match="saved after step 3 of 6"):
-        run_sft(config(path, "name=stopped"), stopping)
-    with pytest.raises(ConfigError, match=r"--resume cannot change data.seed: 0 -> 1"):
-        run_sft(config(path, "name=stopped", "data.seed=1"), Quiet(), resume=True)
-
-    # The number of rendering processes may change, because the samples do not depend on it.
-    resumed = run_sft(config(path, "name=stopped", "data.workers=0"), Quiet(), resume=True)
-    assert losses(resumed) == losses(whole)
-
-
-def test_resume_exports_after_an_interrupt_in_the_last_step(
+def test_interrupted_sft_run_resumes_at_its_place_in_the_data(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path = write_chats(tmp_path, 12)
-    whole = run_sft(config(path, "training.steps=1", "name=whole"), Quiet())
-    settings = config(path, "training.steps=1", "name=stopped")
+    """The second interrupt comes in the last step, when only the export is missing."""
+    path = write_chats(tmp_path, 30)
+    whole = run_sft(config(path, "training.steps=4", "name=whole"), Quiet())
+    settings = config(path, "training.steps=4", "name=stopped")
+    stopping = Quiet(lambda step: os.kill(os.getpid(), signal.SIGINT) if step == 2 else None)
+    with pytest.raises(RunInterrupted, match="saved after step 2 of 4"):
+        run_sft(settings, stopping)
+    with pytest.raises(ConfigError, match=r"--resume cannot change data.seed: 0 -> 1"):
+        run_sft(
+            config(path, "training.steps=4", "name=stopped", "data.seed=1"), Quiet(), resume=True
+        )
+
     unfinished = settings.directory / "export.partial"
 
     def stop(step: int) -> None:
-        unfinished.mkdir()
-        (unfinished / "shard-0").write_bytes(b"as of a rank that was killed")
-        os.kill(os.getpid(), signal.SIGINT)
+        if step == 4:
+            unfinished.mkdir()
+            (unfinished / "shard-0").write_bytes(b"as of a rank that was killed")
+            os.kill(os.getpid(), signal.SIGINT)
 
-    with pytest.raises(RunInterrupted, match=r"saved after step 1 of 1 .*\. The export is missing"):
-        run_sft(settings, Quiet(stop))
+    # The number of rendering processes may change, because the samples do not depend on it.
+    fewer = config(path, "training.steps=4", "name=stopped", "data.workers=0")
+    with pytest.raises(RunInterrupted, match=r"saved after step 4 of 4 .*\. The export is missing"):
+        run_sft(fewer, Quiet(stop), resume=True)
+    assert losses(settings.directory) == losses(whole)
     assert not (settings.directory / "export").exists()
     assert not unfinished.exists(), "it takes the room of a whole model"
 
@@ -199,7 +198,7 @@ def test_resume_exports_after_an_interrupt_in_the_last_step(
 
     monkeypatch.setattr(session, "check_run_requirements", check_disk_space)
     expected = weights(whole)
-    resumed = weights(run_sft(settings, Quiet(), resume=True))
+    resumed = weights(run_sft(fewer, Quiet(), resume=True))
     assert resumed.keys() == expected.keys()
     assert all(torch.equal(tensor, expected[name]) for name, tensor in resumed.items())
 
