@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from benchmarks.learning.comparison import PANELS, NotComparableError, draw, read_runs, table
 from rl_loop.config.load import dump_config, load_rl_config
+from tests.support.forked_workers import forked_python
 
 ROOT = Path(__file__).parents[2]
 
@@ -93,7 +93,7 @@ def test_comparison_names_directory_without_a_run(tmp_path: Path) -> None:
         read_runs([f"a={begun}"])
     with pytest.raises(NotComparableError, match="expected LABEL=DIRECTORY"):
         read_runs([str(begun)])
-    command = [sys.executable, "-m", "benchmarks.learning", "comparison", f"a={tmp_path}"]
+    command = [*forked_python(), "-m", "benchmarks.learning", "comparison", f"a={tmp_path}"]
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert result.returncode == 1
     assert result.stderr.strip() == f"{tmp_path} is no run: it has no config.yaml"

@@ -18,6 +18,7 @@ from converters.names import hf_shapes
 from megatron_gptoss.families.gpt_oss.config import GptOssModelConfig
 from rl_loop.engines.sglang.config import SglangConfig
 from rl_loop.engines.sglang.gpu_memory import CONTEXT_BYTES, WORKING_BYTES
+from tests.support.forked_workers import forked_python
 
 ROOT = Path(__file__).parents[2]
 SIZES = {
@@ -40,7 +41,7 @@ def decoding(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 def test_servers_alternate_and_only_one_gets_our_settings(tmp_path: Path) -> None:
     stub = f"{ROOT / 'tests/support/rl_loop/sglang_process'}:{ROOT}:{ROOT / 'kernels'}"
-    program = [sys.executable, "-m", "benchmarks.sglang", "decode", "--device", "cpu", "--tiny"]
+    program = [*forked_python(), "-m", "benchmarks.sglang", "decode", "--device", "cpu", "--tiny"]
     program += ["--layers", "2", "--transport", "gloo", "--attention", "intel_amx"]
     program += ["--pythonpath", stub, "--running", "1", "3", "--prompt", "20", "--tokens", "8"]
     program += ["--rounds", "2", "--log", str(tmp_path / "log"), "--out", str(tmp_path / "table")]

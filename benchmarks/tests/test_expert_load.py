@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import importlib
 import subprocess
-import sys
 from pathlib import Path
 from types import ModuleType
 
 import pytest
+
+from tests.support.forked_workers import forked_python
 
 ROOT = Path(__file__).parents[2]
 
@@ -31,7 +32,7 @@ def test_fullest_rank_is_computed_per_layer_and_over_all_layers(benchmark: Modul
 
 def test_load_of_a_model_is_printed_with_the_memory_estimate() -> None:
     program = [
-        sys.executable,
+        *forked_python(),
         "-m",
         "benchmarks.experts",
         "load",

@@ -25,6 +25,7 @@ from rl_loop.config.load import load_rl_config
 from rl_loop.config.run import RlConfig
 from rl_loop.harmony.codec import Harmony, ParsedMessage
 from rl_loop.tasks.codec import build_codec
+from tests.support.forked_workers import forked_python
 from tests.support.rl_loop.sglang_protocol import LocalServer
 
 ROOT = Path(__file__).parents[2]
@@ -282,7 +283,15 @@ def test_all_staleness_values_run_after_a_single_start(tmp_path: Path) -> None:
     path = tmp_path / "servers.yaml"
     path.write_text(yaml.safe_dump(config))
     out = tmp_path / "loop.md"
-    program = [sys.executable, "-m", "benchmarks.loop", str(path), *SCRIPTED_MODEL, "--steps", "3"]
+    program = [
+        *forked_python(),
+        "-m",
+        "benchmarks.loop",
+        str(path),
+        *SCRIPTED_MODEL,
+        "--steps",
+        "3",
+    ]
     program += ["--turn-tokens", str(TURN_TOKENS), "--out", str(out), "--max-staleness", "0", "2"]
     environment = {**os.environ, "RAY_memory_monitor_refresh_ms": "0", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
@@ -310,7 +319,7 @@ def test_complete_loop_runs_and_its_table_is_consistent(tmp_path: Path) -> None:
     out = tmp_path / "loop.md"
     scratch = tmp_path / "not" / "there yet"
     program = [
-        sys.executable,
+        *forked_python(),
         "-m",
         "benchmarks.loop",
         str(TINY),
@@ -344,7 +353,16 @@ def test_complete_loop_runs_and_its_table_is_consistent(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_short_loop_run_shows_its_first_step(tmp_path: Path) -> None:
     out = tmp_path / "loop.md"
-    program = [sys.executable, "-m", "benchmarks.loop", str(TINY), "--steps", "9", "--seconds", "1"]
+    program = [
+        *forked_python(),
+        "-m",
+        "benchmarks.loop",
+        str(TINY),
+        "--steps",
+        "9",
+        "--seconds",
+        "1",
+    ]
     program += ["--turn-tokens", str(TURN_TOKENS), "--out", str(out)]
     program += ["rollout.workers=1", "rollout.tasks_per_step=4", "rollout.samples_per_task=4"]
     done = subprocess.run(program, cwd=ROOT, capture_output=True, text=True, check=False)

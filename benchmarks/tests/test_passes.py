@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
 
 from benchmarks.train.passes import PassClock, Step, episode_lengths, median_times
+from tests.support.forked_workers import forked_python
 
 ROOT = Path(__file__).parents[2]
 
@@ -59,7 +59,7 @@ def test_row_has_times_per_token() -> None:
 
 def test_passes_benchmark_runs_on_a_cpu(tmp_path: Path) -> None:
     out = tmp_path / "rows"
-    program = [sys.executable, "-m", "benchmarks.train", "passes", "--tiny", "--steps", "2"]
+    program = [*forked_python(), "-m", "benchmarks.train", "passes", "--tiny", "--steps", "2"]
     program += ["--variants", "benchmark", "loop", "--micro-batches", "2", "--out", str(out)]
     done = subprocess.run(program, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

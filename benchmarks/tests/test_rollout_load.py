@@ -8,7 +8,6 @@ import importlib
 import json
 import math
 import subprocess
-import sys
 from itertools import pairwise
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -17,6 +16,7 @@ import pytest
 
 from benchmarks.sglang.server_log import ServerRollout
 from rl_loop.engines.protocol import GenerateRequest
+from tests.support.forked_workers import forked_python
 
 ROOT = Path(__file__).parents[2]
 TOOL_TOKENS = (4, 9)
@@ -29,7 +29,7 @@ def rollout_load(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 def test_servers_are_measured_in_sequence(tmp_path: Path) -> None:
     stub = f"{ROOT / 'tests/support/rl_loop/sglang_process'}:{ROOT}:{ROOT / 'kernels'}"
-    program = [sys.executable, "-m", "benchmarks.sglang", "rollouts", "--device", "cpu", "--tiny"]
+    program = [*forked_python(), "-m", "benchmarks.sglang", "rollouts", "--device", "cpu", "--tiny"]
     program += ["--layers", "2", "--transport", "gloo", "--attention", "intel_amx"]
     program += ["--pythonpath", stub, "--running", "3", "--prompt", "20", "--tokens", "8"]
     program += ["--rounds", "2", "--seconds", "0.5", "--out", str(tmp_path / "table")]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 import subprocess
-import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -12,6 +11,7 @@ import pytest
 
 from benchmarks.loop.rollout_split import split_rollouts
 from benchmarks.sglang.server_log import STEPS_PER_LINE, server_rollouts
+from tests.support.forked_workers import forked_python
 
 ROOT = Path(__file__).parents[2]
 EPISODES = 64
@@ -146,7 +146,7 @@ def test_program_prints_the_table_and_skips_the_warm_up(
 ) -> None:
     log = tmp_path / "server_0.log"
     log.write_text("\n".join(server.lines))
-    program = [sys.executable, "-m", "benchmarks.loop", "split", "--episodes", str(EPISODES)]
+    program = [*forked_python(), "-m", "benchmarks.loop", "split", "--episodes", str(EPISODES)]
     done = subprocess.run([*program, str(log)], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert "mean of 1 rollouts" in done.stdout

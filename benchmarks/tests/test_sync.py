@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from tests.support.forked_workers import forked_python
 from tests.support.waiting import PATIENCE_SECONDS
 
 ROOT = Path(__file__).parents[2]
@@ -16,12 +16,12 @@ PARAMETERS = 33
 """Number of checksums per rank of the server: 3 outside the layers and 15 in each layer."""
 
 
-@pytest.mark.parametrize("adapters", [False, True])
+@pytest.mark.parametrize("adapters", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_server_ranks_get_all_trainer_weights_also_after_faults(
     adapters: bool, tmp_path: Path
 ) -> None:
     stub = f"{ROOT / 'tests/support/rl_loop/sglang_process'}:{ROOT}:{ROOT / 'kernels'}"
-    program = [sys.executable, "-m", "benchmarks.sglang", "sync", "faults", "--device", "cpu"]
+    program = [*forked_python(), "-m", "benchmarks.sglang", "sync", "faults", "--device", "cpu"]
     program += ["--tiny", "--layers", "2", "--quantization", "mxfp4"]
     program += ["--transport", "shared_memory", "--bucket-mib", "1"]
     program += ["--server-tensor-parallel", "2", "--expert-parallel", "2"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import sys
 from functools import partial
@@ -28,6 +29,9 @@ def test_compile_all_reports_failed_processes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(tune_moe, "compile_share", partial(record_work_or_fail, tmp_path))
+    # Processes with CUDA cannot be forks. Here forks save the imports.
+    forks = multiprocessing.get_context("fork")
+    monkeypatch.setattr(tune_moe.multiprocessing, "get_context", lambda kind: forks)
     monkeypatch.setattr(tune_moe, "BLOCK_SIZES_M", (128,))
     # Two processes: one has one choice, and the other has two.
     monkeypatch.setattr(tune_moe, "candidates", lambda block_m: [block_m, block_m, block_m])

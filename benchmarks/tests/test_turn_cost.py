@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import subprocess
-import sys
 from pathlib import Path
+
+from tests.support.forked_workers import forked_python
 
 ROOT = Path(__file__).parents[2]
 
 
 def test_new_routes_cost_less_than_those_of_the_whole_episode() -> None:
-    program = [sys.executable, "-m", "benchmarks.rollouts", "turns"]
+    program = [*forked_python(), "-m", "benchmarks.rollouts", "turns"]
     program += ["--lengths", "4000", "--turns", "16", "--concurrent", "4"]
     done = subprocess.run(program, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

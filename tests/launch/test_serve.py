@@ -7,7 +7,6 @@ import logging
 import os
 import signal
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +22,7 @@ from rl_loop.config.run import RlConfig
 from rl_loop.lifecycle.start_checks import check_server_requirements
 from rl_loop.served_weights import choose_served_weights
 from rl_loop.tasks.codec import build_codec
+from tests.support.forked_workers import forked_python
 from tests.support.launch.forked_command import ForkedCommand
 from tests.support.rl_loop.gateway.policy import Script, learned_model
 
@@ -48,7 +48,7 @@ def checkpoint(config: RlConfig, tmp_path_factory: pytest.TempPathFactory) -> Pa
 
 
 def serve(*arguments: str) -> subprocess.Popen[str]:
-    command = [sys.executable, "-c", "from launch.cli import main; main()", "serve", *arguments]
+    command = [*forked_python(), "-m", "launch", "serve", *arguments]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     return subprocess.Popen(
         command,
