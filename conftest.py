@@ -98,8 +98,8 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """Keep the tests of a file together, because they share fixtures. Ray's come first, then LONGEST.
 
     Files with ``run_distributed`` share a process, too, because each process with such a test
-    imports the modules of ranks once more. Files of the gateway share one, because their model
-    trains for 4 s in each process.
+    imports the modules of ranks once more. Files with ``run_with_plugin`` share one for the same
+    reason. Files of the gateway share one, because their model trains for 4 s in each process.
     """
     from xdist.scheduler import (
         LoadFileScheduling,
@@ -114,7 +114,10 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
             return "Ray"
         if file.startswith("tests/rl_loop/gateway/"):
             return "gateway"
-        return "ranks" if "run_distributed" in (config.rootpath / file).read_text() else file
+        text = (config.rootpath / file).read_text()
+        if "run_with_plugin" in text:
+            return "plugin"
+        return "ranks" if "run_distributed" in text else file
 
     class Scheduling(LoadFileScheduling):
         def _split_scope(self, nodeid: str) -> str:

@@ -39,6 +39,7 @@ END_WITH_PARENT = (
     "torch_shm_manager",
     "rl_loop.forked_server",  # one for all checked answers of a process
     "forked_workers/server.py",
+    "plugin_server.py",
 )
 """Helpers that end with the process that started them, so they are checked by another process."""
 

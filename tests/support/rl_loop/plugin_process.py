@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import importlib
+import json
 import os
 import subprocess
 import sys
+import tempfile
+from functools import cache
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 
+from rl_loop.cluster.placement import exit_with_parent
 from rl_loop.engines.sglang.config import PLUGIN
 from tests.support.waiting import PATIENCE_SECONDS
 
@@ -37,6 +41,8 @@ def run_with_plugin(
 ) -> str:
     """Run Python with ``arguments``, and return its output. The program must succeed.
 
+    The program is a fork of a process that has imported torch and Triton.
+
     Args:
         arguments: arguments of the interpreter.
         packages: directory whose packages replace SGLang's.
@@ -49,13 +55,36 @@ def run_with_plugin(
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(path)}
     if interpreted:
         environment["TRITON_INTERPRET"] = "1"
-    done = subprocess.run(
-        [sys.executable, *arguments],
+    server = _server(interpreted)
+    assert server.stdin and server.stdout
+    with tempfile.NamedTemporaryFile() as output, tempfile.NamedTemporaryFile() as errors:
+        request = {
+            "arguments": arguments,
+            "environment": environment,
+            "timeout": int(PATIENCE_SECONDS),
+            "output": output.name,
+            "errors": errors.name,
+        }
+        server.stdin.write(json.dumps(request) + "\n")
+        server.stdin.flush()
+        status = server.stdout.readline()
+        assert status == "0\n", f"exit status {status}{errors.read().decode()}"
+        return output.read().decode()
+
+
+@cache
+def _server(interpreted: bool) -> subprocess.Popen[str]:
+    """Start a server. Triton reads TRITON_INTERPRET when it is imported."""
+    # With one thread, OpenMP starts none that a fork would lack.
+    environment = {"OMP_NUM_THREADS": "1", **os.environ}
+    if interpreted:
+        environment["TRITON_INTERPRET"] = "1"
+    return subprocess.Popen(
+        [sys.executable, str(Path(__file__).with_name("plugin_server.py"))],
         env=environment,
-        capture_output=True,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
         text=True,
-        timeout=PATIENCE_SECONDS,
-        check=False,
+        preexec_fn=exit_with_parent,
+        start_new_session=True,
     )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
