@@ -174,6 +174,11 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     return Model(tmp_path_factory.mktemp(request.param), request.param)
 
 
+# Llama and Qwen2 have the same class of configurations, so one of them suffices in make test.
+MODELS_IN_MAKE_TEST = ["gpt_oss", "llama", pytest.param("qwen2", marks=pytest.mark.slow)]
+
+
+@pytest.mark.parametrize("model", MODELS_IN_MAKE_TEST, indirect=True)
 def test_config_key_survives_or_is_rejected_when_flipped(model: Model) -> None:
     model_type = model.config["model_type"]
     of_generation = set(GenerationConfig().to_dict()) - set(
@@ -229,10 +234,7 @@ def test_config_key_that_we_use_is_used_by_transformers(model: Model) -> None:
     assert set(ignored) <= {"initializer_range", "max_position_embeddings"}
 
 
-# Llama and Qwen2 have the same class of configurations, so one of them suffices in make test.
-@pytest.mark.parametrize(
-    "model", ["gpt_oss", "llama", pytest.param("qwen2", marks=pytest.mark.slow)], indirect=True
-)
+@pytest.mark.parametrize("model", MODELS_IN_MAKE_TEST, indirect=True)
 @pytest.mark.parametrize("section", ["rope_parameters", "rope_scaling"])
 def test_rope_key_survives_or_is_rejected(model: Model, section: str) -> None:
     """The test tries all keys of all RoPE types in both spellings."""

@@ -244,6 +244,7 @@ def test_injected_fault_is_named_and_nothing_is_left(
     assert conversion.output_is_right()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", FAULTS)
 def test_injected_fault_is_missed_without_read_back(
     monkeypatch: Patch, conversion: Conversion, fault: str

@@ -35,12 +35,14 @@ FULL_KERNELS = ["full_forward", "full_backward_q", "backward_kv"]
 @pytest.mark.parametrize(
     ("name", "heads_per_kv", "window"),
     [
+        *((name, heads, window) for name in KERNELS for heads, window in ((1, 64), (8, 128))),
+        *((name, heads, None) for name in FULL_KERNELS for heads in (1, 3, 12)),
+        *(pytest.param(name, 4, 128, marks=pytest.mark.slow) for name in KERNELS),
         *(
-            (name, heads, window)
-            for name in KERNELS
-            for heads, window in ((1, 64), (4, 128), (8, 128))
+            pytest.param(name, heads, None, marks=pytest.mark.slow)
+            for name in FULL_KERNELS
+            for heads in (2, 4, 8)
         ),
-        *((name, heads, None) for name in FULL_KERNELS for heads in (1, 2, 3, 4, 8, 12)),
     ],
 )
 def test_kernel_compiles_for_all_head_groups_and_is_cached(

@@ -282,9 +282,23 @@ def content(directory: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in directory.iterdir()}
 
 
-@pytest.mark.parametrize("can_exchange", [True, False])
-@pytest.mark.parametrize("done_first", [False, True])
-@pytest.mark.parametrize("error", [Killed(), OSError(errno.EIO, "Input/output error")])
+IO_ERROR = OSError(errno.EIO, "Input/output error")
+
+
+@pytest.mark.parametrize(
+    ("error", "done_first", "can_exchange"),
+    [
+        # Every pair of two values. The other cases are slow.
+        (Killed(), False, True),
+        (Killed(), True, False),
+        (IO_ERROR, False, False),
+        (IO_ERROR, True, True),
+        pytest.param(Killed(), False, False, marks=pytest.mark.slow),
+        pytest.param(Killed(), True, True, marks=pytest.mark.slow),
+        pytest.param(IO_ERROR, False, True, marks=pytest.mark.slow),
+        pytest.param(IO_ERROR, True, False, marks=pytest.mark.slow),
+    ],
+)
 def test_step_saved_again_leaves_complete_checkpoint_at_any_end(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,

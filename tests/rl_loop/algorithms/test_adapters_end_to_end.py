@@ -55,7 +55,8 @@ def train(
     "algorithm",
     [
         ["algorithm=grpo", KL],
-        ["algorithm=grpo", KL, "algorithm.routing_replay=R3"],
+        # The last one replays R3, too.
+        pytest.param(["algorithm=grpo", KL, "algorithm.routing_replay=R3"], marks=pytest.mark.slow),
         ["algorithm=gspo", KL, "algorithm.routing_replay=R2", "algorithm.mini_batches=2"],
         [*PPO, KL],
         # The engine merges in fp32, which rounds less than the canary's limit.
@@ -92,7 +93,11 @@ def test_adapters_train_on_policy_and_leave_the_reference(
         assert is_changed == (not name.endswith(frozen)), name
 
 
-@pytest.mark.parametrize("merging", [[], [UNMERGED]], ids=["merged", "unmerged"])
+@pytest.mark.parametrize(
+    "merging",
+    [pytest.param([], marks=pytest.mark.slow), [UNMERGED]],
+    ids=["merged", "unmerged"],
+)
 def test_resumed_adapter_run_continues_the_same_curve(
     merging: list[str], tmp_path: Path, rollouts: LocalRollouts
 ) -> None:

@@ -17,11 +17,11 @@ def gaps() -> dict[str, dict[str, float]]:
     return found
 
 
-@pytest.mark.parametrize("step", [0, 1, 2])
+@pytest.mark.parametrize("step", [0, 1])
 def test_server_has_the_log_probs_of_the_trainer(
     step: int, gaps: dict[str, dict[str, float]]
 ) -> None:
-    """In fp32 both compute the same sums. The first sync has the base, the others have not."""
+    """In fp32 both compute the same sums. The first sync has the base, the second has not."""
     assert gaps[f"step {step}"]["largest"] < 1e-5
 
 

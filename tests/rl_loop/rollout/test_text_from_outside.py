@@ -163,17 +163,17 @@ def test_megabyte_of_error_in_a_retry_blocks_below_50_ms(full: Harmony, run: str
 @pytest.mark.parametrize("run", RUNS)
 def test_encoding_time_is_not_quadratic(full: Harmony, tiny: Harmony, run: str) -> None:
     """64 KB need 8x the processor time of 8 KB. Quadratic time would be 64x."""
+
+    def seconds(harmony: Harmony, size: int) -> float:
+        text = (RUNS[run] * size)[:size].replace("\udc80", "\ufffd")
+        began = time.thread_time()
+        harmony.vocabulary.encode_text(text)
+        return time.thread_time() - began
+
     for harmony in (full, tiny):
-        seconds = {}
-        for size in (8192, 65536):
-            text = (RUNS[run] * size)[:size].replace("\udc80", "\ufffd")
-            attempts = []
-            for _ in range(3):
-                began = time.thread_time()
-                harmony.vocabulary.encode_text(text)
-                attempts.append(time.thread_time() - began)
-            seconds[size] = min(attempts)
-        assert seconds[65536] < 20 * seconds[8192] + 0.05
+        # Two more attempts on a busy machine.
+        attempts = (seconds(harmony, 65536) < 20 * seconds(harmony, 8192) + 0.05 for _ in range(3))
+        assert any(attempts)
 
 
 def reference(text: str) -> list[int]:

@@ -135,7 +135,14 @@ def compare(whole: RunConfig, shared: RunConfig) -> None:
     assert_equal(got["values"], want["values"])
 
 
-@pytest.mark.parametrize("feature", FEATURES)
+SLOW = ("gspo", "KL", "mxfp4", "critic", "adapter")
+"""Features that another one in FEATURES has, too, and the loss of a sequence."""
+
+
+@pytest.mark.parametrize(
+    "feature",
+    [pytest.param(name, marks=pytest.mark.slow if name in SLOW else ()) for name in FEATURES],
+)
 def test_updates_equal_those_of_whole_sequences(feature: str, base: Path, tmp_path: Path) -> None:
     options = [f"initial_weights={base}/hf", *FEATURES[feature]]
     whole = rl_config(tmp_path, *options)

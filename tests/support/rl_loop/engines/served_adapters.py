@@ -51,7 +51,7 @@ ADAPTER = AdapterConfig(
     merge_experts=False,
 )
 SAMPLES = documents([18, 9])
-STEPS = 3
+STEPS = 2
 TOKENS = int(SAMPLES.loss_tokens.sum())
 
 
