@@ -4,13 +4,14 @@ A codec renders conversations to token ids and parses sampled turns. Sampled ids
 and never rendered again.
 """
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from rl_loop.chat.messages import FormatError, ParsedMessage, ToolOutput, TruncatedTurn
 from rl_loop.chat.open_calls import OpenCall
 from rl_loop.chat.tools import BuiltinTool, PythonTool, Tool
+from rl_loop.chat.turn_reader import TurnReader
 
 Effort = Literal["low", "medium", "high"]
 """Reasoning effort in the prompt, for formats that support it."""
@@ -183,6 +184,15 @@ class ChatCodec(Protocol):
 
     def parse_truncated_for_client(self, ids: Sequence[int]) -> TruncatedTurn:
         """Parse a turn that a limit cut off, as far as possible like ``parse_for_client``."""
+        ...
+
+    def turn_reader(self, recipients: Container[str], stop: Sequence[str]) -> TurnReader:
+        """Return a reader that reads a sampled turn as ``parse_for_client``, before it is complete.
+
+        Args:
+            recipients: recipients that the client can call, such as "functions.search".
+            stop: texts that end a message to the client.
+        """
         ...
 
     def answer_ranges(self, sampled: Sequence[int]) -> list[range]:

@@ -23,7 +23,7 @@ the final answer as a whole, including thoughts.
 import json
 import re
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, islice, takewhile
 from typing import Any
@@ -40,6 +40,7 @@ from rl_loop.chatml.conversation import (
     chat_messages,
 )
 from rl_loop.chatml.prompt_config import ChatMlConfig
+from rl_loop.chatml.turn_reader import ChatMlReader
 from rl_loop.chatml.vocabulary import (
     IM_END,
     IM_START,
@@ -326,6 +327,10 @@ class ChatMl:
     def without_finished_analysis(self, ids: Sequence[int]) -> list[int]:
         """Return all of a conversation, because ChatML shows earlier turns in full."""
         return list(ids)
+
+    def turn_reader(self, recipients: Container[str], stop: Sequence[str]) -> ChatMlReader:
+        """Return a reader of a turn that is being sampled: see ``ChatCodec``."""
+        return ChatMlReader(self.vocabulary, stop)
 
     def answer_ranges(self, sampled: Sequence[int]) -> list[range]:
         """Return the positions of the text before the calls: see ``ChatCodec``."""

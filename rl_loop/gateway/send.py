@@ -13,7 +13,7 @@ from rl_loop.gateway.node import TokenUsage, TurnNode, total_usage
 from rl_loop.gateway.observed_engine import TurnObserver
 from rl_loop.gateway.request import TurnRequest
 from rl_loop.gateway.session import SHORT_LISTS, ConversationSession, choice_id
-from rl_loop.gateway.turn_reader import AnswerDelta, AnswerDeltas, build_turn_reader
+from rl_loop.gateway.turn_reader import AnswerDelta, AnswerDeltas, AnswerReader
 from rl_loop.threads import run_in_thread
 
 LONG_ANSWER_BYTES = 65_536
@@ -164,8 +164,7 @@ class StreamedTurns:
         numbers = range(call.choices)
         self._observers = [TurnObserver(on_change=self._changed.set) for _ in numbers]
         self._readers = [
-            build_turn_reader(codec, call.request, choice_id(response_id, number))
-            for number in numbers
+            AnswerReader(codec, call.request, choice_id(response_id, number)) for number in numbers
         ]
         self._deltas = [AnswerDeltas() for _ in numbers]
         self._events: AnswerEvents | None = None

@@ -5,7 +5,7 @@ unchanged, because rendering a parsed message gives other ids: the recipient mov
 channel.
 """
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from functools import lru_cache
 from typing import Any, Literal
 
@@ -40,6 +40,7 @@ from rl_loop.harmony.prompt_config import PromptConfig
 from rl_loop.harmony.prompt_prefix import system_message, with_tools
 from rl_loop.harmony.prompt_prefix_cache import PromptPrefixCache
 from rl_loop.harmony.sampled_turn import parse_turn
+from rl_loop.harmony.turn_reader import HarmonyReader
 from rl_loop.harmony.vocabulary import Vocabulary, harmony_encoding, special_id
 
 __all__ = [
@@ -415,6 +416,10 @@ class Harmony:
     def without_finished_analysis(self, ids: Sequence[int]) -> list[int]:
         """Leave out the analysis that led to earlier answers: see ``MessageFinder``."""
         return self._history.without_finished_analysis(ids)
+
+    def turn_reader(self, recipients: Container[str], stop: Sequence[str]) -> HarmonyReader:
+        """Return a reader of a turn that is being sampled: see ``ChatCodec``."""
+        return HarmonyReader(self.vocabulary, self.assistant_header, recipients, stop)
 
     def answer_ranges(self, sampled: Sequence[int]) -> list[range]:
         """Return the positions of the texts for the client: see ``MessageFinder``."""
