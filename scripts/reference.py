@@ -27,7 +27,13 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from rl_loop.config.run import RlConfig, SftConfig
-from rl_loop.gateway.fields import CHAT_FIELDS, RESPONSES_FIELDS, FieldBehavior, RequestFields
+from rl_loop.gateway.fields import (
+    CHAT_FIELDS,
+    COMPLETION_FIELDS,
+    RESPONSES_FIELDS,
+    FieldBehavior,
+    RequestFields,
+)
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = ROOT / "docs/reference"
@@ -367,7 +373,11 @@ def openai_page() -> str:
         "Python client. A refused field returns status 400, type `invalid_request_error`, and the code and `param` of",
         "its row. Fields without a row are refused, too. `null` is the same as an absent field.",
     ]
-    dialects = {"Chat completions": CHAT_FIELDS, "Responses": RESPONSES_FIELDS}
+    dialects = {
+        "Chat completions": CHAT_FIELDS,
+        "Completions": COMPLETION_FIELDS,
+        "Responses": RESPONSES_FIELDS,
+    }
     for title, rows in dialects.items():
         lines += ["", f"## {title}", "", *_field_lines(rows)]
     return "\n".join(lines) + "\n"

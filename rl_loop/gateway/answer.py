@@ -11,6 +11,7 @@ from rl_loop.chat.messages import FormatError, ParsedMessage
 from rl_loop.chat.tools import FUNCTIONS, Tool
 from rl_loop.data.trajectory import FinishReason
 from rl_loop.engines.protocol import GenerateResult
+from rl_loop.gateway.raw_prompt import text_range
 from rl_loop.gateway.request import MessageDigest, message_digest
 from rl_loop.gateway.stop_text import StopCut, find_stop, shortened
 
@@ -139,7 +140,8 @@ def read_turn(
         response_id: name of the turn.
         stop: texts that end the turn.
     """
-    cut = find_stop(codec, sampled.output_ids, stop) if stop else None
+    ids = sampled.output_ids
+    cut = find_stop(codec, ids, codec.answer_ranges(ids), stop) if stop else None
     if cut is None:
         turn = _parsed_turn(codec, sampled, tools, response_id)
     else:
@@ -147,6 +149,33 @@ def read_turn(
         turn = _stopped_turn(codec, sampled.output_ids, cut, tools, response_id)
     turn = replace(turn, reasoning_tokens=codec.reasoning_tokens(sampled.output_ids))
     # Computed here, because a worker may run this function, and pickle passes cached values on.
+    _ = turn.digest
+    return turn
+
+
+def read_completion(codec: ChatCodec, ids: Sequence[int], stop: Sequence[str] = ()) -> ReadTurn:
+    """Read a sampled completion, which is text without a format.
+
+    Args:
+        codec: chat format of the policy, for its vocabulary.
+        ids: sampled tokens.
+        stop: texts that end the completion.
+    """
+    places = text_range(codec, ids)
+    cut = find_stop(codec, ids, [places], stop) if stop else None
+    if cut is None:
+        text = codec.decode(ids[: len(places)])
+        turn = ReadTurn(PolicyAnswer((AnswerText(text),)), dropped=len(ids) - len(places))
+    else:
+        # The client does not see the stop text, so a continued text does not contain it.
+        rest = codec.vocabulary.encode_text(cut.rest) if cut.rest else []
+        turn = ReadTurn(
+            PolicyAnswer((AnswerText(cut.text),)),
+            closing=tuple(rest),
+            dropped=cut.dropped,
+            kept=cut.kept,
+            stop_tokens=cut.dropped - bool(cut.rest),
+        )
     _ = turn.digest
     return turn
 

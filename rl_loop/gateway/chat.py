@@ -12,9 +12,9 @@
 
 import time
 from collections.abc import Iterator, Sequence
-from typing import Annotated, Any
+from typing import Any
 
-from pydantic import BaseModel, BeforeValidator, Field, StringConstraints
+from pydantic import Field
 
 from rl_loop.chat.open_calls import with_answers_in_order
 from rl_loop.data.trajectory import FinishReason
@@ -26,7 +26,7 @@ from rl_loop.gateway.fields import CHAT_FIELDS
 from rl_loop.gateway.node import TokenUsage, TurnNode
 from rl_loop.gateway.parameters import (
     MAX_TOP_LOG_PROBS,
-    RequestParameters,
+    ChoicesParameters,
     checked_parameters,
     mapping,
     offered,
@@ -41,29 +41,7 @@ from rl_loop.gateway.request import TurnRequest
 ID_PREFIX = "chatcmpl-"
 
 
-class StreamOptions(BaseModel):
-    """Options of a stream."""
-
-    include_usage: bool = False
-    """True to send token counts in a last chunk without choices."""
-
-
-StopText = Annotated[str, StringConstraints(min_length=1)]
-"""One stop text."""
-MAX_CHOICES = 128
-"""Maximum choices of a request, as in OpenAI's API."""
-MAX_STOPS = 4
-"""Maximum stop texts of a request, as in OpenAI's API."""
-
-
-def _stop_list(stop: Any) -> Any:
-    """Return one stop text as a list. An empty text requests nothing."""
-    if isinstance(stop, str):
-        return [stop] if stop else []
-    return stop
-
-
-class ChatParameters(RequestParameters):
+class ChatParameters(ChoicesParameters):
     """Parameters with an effect."""
 
     messages: list[Any] = Field(min_length=1)
@@ -72,13 +50,8 @@ class ChatParameters(RequestParameters):
     reasoning_effort: Any = None
     logprobs: bool = False
     top_logprobs: int = Field(0, ge=0, le=MAX_TOP_LOG_PROBS)
-    n: int = Field(1, ge=1, le=MAX_CHOICES)
     max_tokens: int | None = Field(None, gt=0)
     max_completion_tokens: int | None = Field(None, gt=0)
-    stream_options: StreamOptions = StreamOptions()
-    stop: Annotated[list[StopText], Field(max_length=MAX_STOPS), BeforeValidator(_stop_list)] = (
-        Field(default_factory=list)
-    )
 
 
 class ChatCall:
@@ -99,6 +72,7 @@ class ChatCall:
         parameters = validated(ChatParameters, checked_parameters(body, CHAT_FIELDS))
         self.stream = parameters.stream
         self.request = _turn_request(parameters)
+        self.requests: tuple[TurnRequest, ...] = (self.request,)
         self.choices = parameters.n
         self._model = model
         # Streams have usage only on request, in a last chunk without choices (``stream_options``).

@@ -181,6 +181,34 @@ CHAT_FIELDS: RequestFields = (
 """Fields of ``/v1/chat/completions``."""
 
 
+# ---- completions
+
+COMPLETION_FIELDS: RequestFields = (
+    _works("prompt", "Hi", "text, token ids, or a list of either", wrong=[]),
+    _ignored("model", "gpt-3.5-turbo-instruct", _FIXED_MODEL),
+    _works("stream", True, "tokens are sent as they are sampled", wrong="maybe"),
+    _works("stream_options", {}, wrong="x"),
+    _works("stream_options.include_usage", True, wrong="x"),
+    _ignored("stream_options.include_obfuscation", True, "streams have no padding"),
+    _works("temperature", 0.5, _TRAINING, wrong=3),
+    _works("top_p", 0.5, _TRAINING, wrong=0),
+    _works("seed", 7, "of sampling, together with session and turn", wrong="x"),
+    _works("max_tokens", 1, "16 if absent", wrong=0),
+    _works("stop", ["ll", "x"], "up to 4 texts", wrong=["x"] * 5),
+    _works("n", 2, "each choice is a turn, and in training a branch", wrong=129),
+    _works("logprobs", 2, "up to 5 likely tokens of each position", wrong=6),
+    _works("return_token_ids", True, "extension: token ids of prompt and answer", wrong="x"),
+    _ignored("user", "someone", _OTHER_MEANING),
+    _refused("best_of", 2, "all choices are returned", 1),
+    _refused("echo", True, "the prompt has no log-probs", False),
+    _refused("suffix", "x", "the policy only continues texts", ""),
+    _refused("frequency_penalty", 0.5, "not implemented", 0),
+    _refused("presence_penalty", 0.5, "not implemented", 0),
+    _refused("logit_bias", {"50256": -100}, "not implemented", {}),
+)
+"""Fields of ``/v1/completions``."""
+
+
 # ---- responses
 
 RESPONSES_FIELDS: RequestFields = (

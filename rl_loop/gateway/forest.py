@@ -6,6 +6,7 @@ no sampled token is tokenized again. A conversation that differs (other tools, a
 summarized history, a sub-agent's prompt) begins another tree, or a branch at the difference.
 """
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -14,7 +15,13 @@ from rl_loop.data.trajectory import Trajectory
 from rl_loop.gateway.errors import ApiError, invalid_request
 from rl_loop.gateway.node import ForestPosition, TurnNode
 from rl_loop.gateway.parameters import MAX_MESSAGES
-from rl_loop.gateway.request import MessageDigest, TurnRequest, digest_of_calls
+from rl_loop.gateway.raw_prompt import RawPrompt
+from rl_loop.gateway.request import (
+    MessageDigest,
+    TurnRequest,
+    digest_of_calls,
+    raw_prefix_keys,
+)
 from rl_loop.rollout.episode_draft import EpisodeDraft
 
 MAX_TURN_BYTES = 256 << 20
@@ -40,6 +47,8 @@ class TurnForest:
         """Turns by response id, in the order of their addition."""
         self._by_key: dict[bytes, TurnNode] = {}
         """Newest turn of every conversation that can continue."""
+        self._completed: Counter[int] = Counter()
+        """Number of completions by ``TurnNode.completed_bytes``."""
         self._by_fingerprint: dict[bytes, list[TurnNode]] = {}
         """Answers to equal requests, newest last."""
         self._by_call: dict[str, TurnNode] = {}
@@ -81,6 +90,18 @@ class TurnForest:
         return self._by_fingerprint.get(fingerprint, ())
 
     # ---- growing
+
+    def find_completion(self, prompt: RawPrompt) -> ForestPosition:
+        """Find the longest completion that a prompt continues.
+
+        Args:
+            prompt: prompt of a completion.
+        """
+        lengths = sorted(length for length in self._completed if length <= len(prompt.content))
+        parent = None
+        for key in raw_prefix_keys(prompt, lengths):
+            parent = self._by_key.get(key, parent)
+        return ForestPosition(parent, (), (), [], (), 0)
 
     def find(self, request: TurnRequest) -> ForestPosition:
         """Find the longest stored prefix of a request's conversation.
@@ -147,6 +168,8 @@ class TurnForest:
             self._by_fingerprint.setdefault(node.fingerprint, []).append(node)
             # A newer turn with the same conversation replaces the older one.
             self._by_key[node.key] = node
+            if node.completed_bytes is not None:
+                self._completed[node.completed_bytes] += 1
             for call in node.answer.calls:
                 self._by_call[call.call_id] = node
 
@@ -162,6 +185,10 @@ class TurnForest:
     def _drop(self, node: TurnNode) -> None:
         """Drop a turn, so that no request can continue it. Later turns keep its tokens."""
         del self._nodes[node.response_id]
+        if node.completed_bytes is not None:
+            self._completed[node.completed_bytes] -= 1
+            if self._completed[node.completed_bytes] == 0:
+                del self._completed[node.completed_bytes]
         self._memory_bytes -= node.memory_bytes
         # A newer turn may have the same key.
         if self._by_key.get(node.key) is node:
@@ -243,7 +270,9 @@ def _draft(
             draft.append("prompt", prompt, decode(prompt))
         else:
             draft.note_reuse(node.sampled)
-            draft.append(node.new_role, node.new_ids, decode(node.new_ids))
+            # A completion may continue directly behind a truncated one.
+            if node.new_ids:
+                draft.append(node.new_role, node.new_ids, decode(node.new_ids))
 
         sampled_ids = node.sampled.output_ids
         draft.append("assistant", sampled_ids, decode(sampled_ids), node.sampled)

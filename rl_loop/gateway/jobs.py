@@ -17,7 +17,7 @@ from rl_loop.chat.tools import Tool
 from rl_loop.data.trajectory import FinishReason
 from rl_loop.engines.protocol import GenerateResult
 from rl_loop.forked_pool import CallLimitError, ForkedPool, PoolError
-from rl_loop.gateway.answer import ReadTurn, read_turn
+from rl_loop.gateway.answer import ReadTurn, read_completion, read_turn
 from rl_loop.gateway.body import parse_json
 from rl_loop.gateway.errors import ApiError
 from rl_loop.gateway.request import TurnRequest
@@ -46,7 +46,7 @@ class HasTurnRequest(Protocol):
     """One request of a dialect."""
 
     @property
-    def request(self) -> TurnRequest: ...
+    def requests(self) -> Sequence[TurnRequest]: ...
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,8 @@ class ReadJob[AnyCall: HasTurnRequest]:
             call = self.dialect(parse_json(self.body), self.model)
             # Here instead of on the event loop: the cached values are pickled together with the
             # request.
-            call.request.prepare()
+            for request in call.requests:
+                request.prepare()
         # ``parse_json`` checks the body. A schema may also be too deep for ``canonical_value``.
         except RecursionError:
             raise ApiError(400, "invalid_request", "the body has too many nested levels") from None
@@ -152,6 +153,24 @@ class RenderedMessages:
 
 
 @dataclass(frozen=True)
+class EncodeJob:
+    """Encodes the prompt of a completion."""
+
+    text: str
+    closing: tuple[int, ...]
+    """Tokens before the text, see ``StoredTokens``."""
+    max_tokens: int
+    """Limit of a conversation."""
+
+    def run(self, codec: ChatCodec) -> RenderedMessages:
+        """Return the tokens."""
+        ids = [*self.closing, *codec.encode_sampled(self.text)]
+        if len(ids) > self.max_tokens:
+            return RenderedMessages([], [], too_many=len(ids))
+        return RenderedMessages(ids, [])
+
+
+@dataclass(frozen=True)
 class TurnJob:
     """Parses a sampled turn."""
 
@@ -163,9 +182,13 @@ class TurnJob:
     """Name of the turn."""
     stop: tuple[str, ...] = ()
     """Texts that end the turn."""
+    is_completion: bool = False
+    """True if the turn has no chat format."""
 
     def run(self, codec: ChatCodec) -> ReadTurn:
         """Return the parsed turn."""
+        if self.is_completion:
+            return read_completion(codec, self.ids, self.stop)
         sampled = GenerateResult(self.ids, [], self.finish_reason)
         return read_turn(codec, sampled, self.tools, self.response_id, self.stop)
 

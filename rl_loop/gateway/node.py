@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import batched
 from typing import Any
 
 from rl_loop.chat.open_calls import OpenCall
@@ -10,7 +11,13 @@ from rl_loop.chat.tools import FUNCTIONS
 from rl_loop.data.trajectory import FinishReason
 from rl_loop.engines.protocol import GenerateResult
 from rl_loop.gateway.answer import PolicyAnswer, ReadTurn
-from rl_loop.gateway.request import MessageDigest, TurnRequest, extended_key, text_size
+from rl_loop.gateway.request import (
+    MessageDigest,
+    TurnRequest,
+    extended_key,
+    raw_key,
+    text_size,
+)
 from rl_loop.gateway.token_log_probs import TextLogProbs
 from rl_loop.rollout.episode import SampledTurn
 
@@ -69,6 +76,9 @@ class TurnNode:
     delivered: bool | None = None
     """True if a client has received the answer, False if its connection was lost. None while the
     answer is sent."""
+    completed_bytes: int | None = None
+    """Bytes of a completion's prompt and text, as the client has them (``RawPrompt.content``). None
+    in a conversation."""
     is_leaf: bool = True
     """True if no turn continues from its tokens."""
 
@@ -127,13 +137,19 @@ class TokenUsage:
     """Number of sampled tokens in analysis messages."""
 
 
-def total_usage(nodes: Sequence[TurnNode]) -> TokenUsage:
-    """Return the token counts of turns with one prompt. The prompt counts once."""
+def total_usage(nodes: Sequence[TurnNode], choices: int) -> TokenUsage:
+    """Return the token counts of turns. Each prompt counts once.
+
+    Args:
+        nodes: turns of all prompts, one prompt after the other.
+        choices: number of turns of each prompt.
+    """
     usages = [node.usage for node in nodes]
+    prompts = list(batched(usages, choices))
     return TokenUsage(
-        prompt_tokens=usages[0].prompt_tokens,
+        prompt_tokens=sum(of_prompt[0].prompt_tokens for of_prompt in prompts),
         # The first turn to be sampled computes the tokens that the others find in the cache.
-        cached_tokens=min(usage.cached_tokens for usage in usages),
+        cached_tokens=sum(min(usage.cached_tokens for usage in of_prompt) for of_prompt in prompts),
         sampled_tokens=sum(usage.sampled_tokens for usage in usages),
         reasoning_tokens=sum(usage.reasoning_tokens for usage in usages),
     )
@@ -180,6 +196,39 @@ class TurnPrompt:
             return 0
         # The last token of the parent is first an input of this turn.
         return len(self.token_ids) - len(self.new_ids) - 1
+
+
+def new_completion(
+    request: TurnRequest,
+    response_id: str,
+    prompt: TurnPrompt,
+    sampled: SampledTurn,
+    turn: ReadTurn,
+) -> TurnNode:
+    """Make the node of a sampled completion. The arguments are those of ``new_node``."""
+    assert request.prompt is not None
+    ids = sampled.result.output_ids
+    completed = request.prompt.extended(turn.answer.content, ids)
+    return TurnNode(
+        response_id=response_id,
+        parent=prompt.parent,
+        new_ids=prompt.new_ids,
+        new_role="prompt" if prompt.parent is None else "user",
+        sampled=sampled.result,
+        finish_reason=sampled.reason,
+        answer=turn.answer,
+        format_error=None,
+        messages=(),
+        digests=(),
+        digest=turn.digest,
+        reasoning_tokens=0,
+        key=raw_key(completed),
+        open_calls=[],
+        closing=turn.closing,
+        dropped=turn.dropped,
+        fingerprint=request.fingerprint,
+        completed_bytes=len(completed.content),
+    )
 
 
 def new_node(

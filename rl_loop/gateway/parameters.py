@@ -5,9 +5,16 @@ would be trained, silently, with other settings than it requests.
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    StringConstraints,
+    ValidationError,
+)
 
 from rl_loop.chat.codec import Effort
 from rl_loop.chat.tools import Tool, check_names
@@ -26,6 +33,10 @@ MAX_TOOLS_CHARACTERS = 1_048_576
 """Maximum characters in all functions' descriptions."""
 MAX_TOP_LOG_PROBS = 20
 """Maximum ``top_logprobs``, as in OpenAI's API."""
+MAX_CHOICES = 128
+"""Maximum choices of a request, as in OpenAI's API."""
+MAX_STOPS = 4
+"""Maximum stop texts of a request, as in OpenAI's API."""
 
 TEXT_PARTS = ("text", "input_text", "output_text")
 """Content types that are text."""
@@ -42,7 +53,7 @@ EFFORTS: dict[str, Effort | None] = {
 
 
 class RequestParameters(BaseModel):
-    """Parameters in both dialects of the API."""
+    """Parameters in all dialects of the API."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -52,6 +63,34 @@ class RequestParameters(BaseModel):
     temperature: float | None = Field(None, ge=0, le=2)
     top_p: float | None = Field(None, gt=0, le=1)
     seed: int | None = None
+
+
+class StreamOptions(BaseModel):
+    """Options of a stream."""
+
+    include_usage: bool = False
+    """True to send token counts in a last chunk without choices."""
+
+
+StopText = Annotated[str, StringConstraints(min_length=1)]
+"""One stop text."""
+
+
+def _stop_list(stop: Any) -> Any:
+    """Return one stop text as a list. An empty text requests nothing."""
+    if isinstance(stop, str):
+        return [stop] if stop else []
+    return stop
+
+
+class ChoicesParameters(RequestParameters):
+    """Parameters of chat completions and completions."""
+
+    n: int = Field(1, ge=1, le=MAX_CHOICES)
+    stream_options: StreamOptions = StreamOptions()
+    stop: Annotated[list[StopText], Field(max_length=MAX_STOPS), BeforeValidator(_stop_list)] = (
+        Field(default_factory=list)
+    )
 
 
 def _count_calls(messages: Any) -> int:

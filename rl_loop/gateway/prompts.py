@@ -1,12 +1,20 @@
 """Renders the prompt of a turn: the stored tokens of a conversation and its new messages."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from rl_loop.chat.codec import ChatCodec
-from rl_loop.gateway.errors import ApiError
-from rl_loop.gateway.jobs import RenderedMessages, RenderJob, SessionJobs, StoredTokens
+from rl_loop.gateway.errors import ApiError, invalid_request
+from rl_loop.gateway.jobs import (
+    EncodeJob,
+    RenderedMessages,
+    RenderJob,
+    SessionJobs,
+    StoredTokens,
+)
 from rl_loop.gateway.node import ForestPosition, TurnNode, TurnPrompt
+from rl_loop.gateway.raw_prompt import RawPrompt
 from rl_loop.gateway.request import TurnRequest, text_bytes, text_size
 from rl_loop.tasks.episode_prompts import MAX_O200K_TOKEN_BYTES
 
@@ -66,6 +74,62 @@ class TurnPromptRenderer:
             raise PromptTooLongError(str(tokens))
         return prompt
 
+    async def encode(self, prompt: RawPrompt, parent: TurnNode | None) -> TurnPrompt:
+        """Return the tokens of a completion's prompt.
+
+        Args:
+            prompt: prompt of the client.
+            parent: completion that the prompt continues. None for a new text.
+
+        Raises:
+            ApiError: a token id is not in the vocabulary, or the prompt is empty.
+            PromptTooLongError: the prompt leaves no room for an answer.
+        """
+        begin = 0
+        closing: tuple[int, ...] = ()
+        is_whole = True
+        if parent is not None:
+            assert parent.completed_bytes is not None
+            begin = parent.completed_bytes
+            closing = parent.closing
+            is_whole = not parent.dropped
+        if prompt.kind == "token ids":
+            # The client has all tokens, also those of a stop text.
+            ids = prompt.ids_from(begin)
+            is_whole, closing = True, ()
+            _check_ids(ids, self.codec.vocabulary.size)
+        else:
+            text = prompt.text_from(begin)
+            # Text of the client does not have the token that ended the completion.
+            ends = self._dropped_end(parent)
+            if ends and text.startswith(ends):
+                is_whole, text = True, text.removeprefix(ends)
+            if len(text) > MAX_O200K_TOKEN_BYTES * self.max_tokens:
+                raise PromptTooLongError(f"at least {len(text) // MAX_O200K_TOKEN_BYTES}")
+            job = EncodeJob(text, closing, self.max_tokens)
+            rendered = await self.jobs.run(job, is_short=len(text) <= SHORT_CHARACTERS)
+            if rendered.too_many is not None:
+                raise PromptTooLongError(str(rendered.too_many))
+            ids = rendered.new_ids
+
+        encoded = TurnPrompt(parent, ids, [])
+        if parent is not None and not is_whole:
+            # The tokens before the new text differ from the stored ones.
+            encoded = TurnPrompt(None, _kept_ids(parent) + ids, [])
+        tokens = len(encoded.token_ids)
+        if tokens == 0:
+            raise invalid_request("is empty", "prompt")
+        if tokens >= self.max_tokens:
+            raise PromptTooLongError(str(tokens))
+        return encoded
+
+    def _dropped_end(self, parent: TurnNode | None) -> str:
+        """Return the name of the token that ended a completion. Empty if there is none."""
+        if parent is None or parent.dropped != 1 or parent.closing:
+            return ""
+        last = parent.sampled.output_ids[-1]
+        return self.codec.decode_token(last) if last in self.codec.stop_token_ids else ""
+
     def _check_effort(self, request: TurnRequest) -> None:
         """Raise ApiError for a reasoning effort that the chat format cannot express."""
         if request.reasoning_effort is not None and not self.codec.knows_reasoning_effort:
@@ -106,6 +170,14 @@ class TurnPromptRenderer:
             stored=stored,
             max_tokens=self.max_tokens,
         )
+
+
+def _check_ids(ids: Sequence[int], vocabulary_size: int) -> None:
+    """Raise ApiError if a token id is not in the vocabulary."""
+    wrong = next((token for token in ids if not 0 <= token < vocabulary_size), None)
+    if wrong is not None:
+        message = f"has the token id {wrong}, but the vocabulary has {vocabulary_size} ids"
+        raise invalid_request(message, "prompt")
 
 
 def _is_short(request: TurnRequest, job: RenderJob) -> bool:

@@ -5,7 +5,7 @@ Messages are dictionaries as ``rl_loop.harmony.conversation`` describes them.
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from copy import copy
 from dataclasses import dataclass
 from functools import cached_property
@@ -14,6 +14,7 @@ from typing import Any, Self
 from rl_loop.chat.codec import Effort
 from rl_loop.chat.json_values import canonical_json, canonical_value
 from rl_loop.chat.tools import Tool
+from rl_loop.gateway.raw_prompt import RawPrompt
 
 REFERENCE_CHARACTERS = 512
 """Characters whose rendering takes as long as a reference in a schema."""
@@ -36,8 +37,10 @@ event loop.
 class TurnRequest:
     """A request for one turn of the policy."""
 
-    messages: tuple[dict[str, Any], ...]
+    messages: tuple[dict[str, Any], ...] = ()
     """Conversation, or with ``previous_id`` the messages after that response."""
+    prompt: RawPrompt | None = None
+    """Prompt of a completion, which has no messages. None for a conversation."""
     tools: tuple[Tool, ...] = ()
     """Functions that the policy may call."""
     instructions: str | None = None
@@ -107,6 +110,7 @@ class TurnRequest:
             self.stop,
             self.log_probs,
             self.top_log_probs,
+            None if self.prompt is None else raw_key(self.prompt).hex(),
         ]
         return _digest(content)
 
@@ -149,6 +153,27 @@ class TurnRequest:
             key = extended_key(key, digest)
             keys.append(key)
         return keys
+
+
+def raw_key(prompt: RawPrompt) -> bytes:
+    """Return the key of a completion's prompt, or of a prompt with its completion."""
+    return next(raw_prefix_keys(prompt, [len(prompt.content)]))
+
+
+def raw_prefix_keys(prompt: RawPrompt, lengths: Iterable[int]) -> Iterator[bytes]:
+    """Yield the keys of the first bytes of a prompt.
+
+    Args:
+        prompt: prompt of a completion.
+        lengths: number of bytes of each prefix, in ascending order.
+    """
+    # No key of a conversation is the digest of such a text.
+    digest = hashlib.blake2b(f"{prompt.kind}:".encode(), digest_size=DIGEST_BYTES)
+    begin = 0
+    for length in lengths:
+        digest.update(prompt.content[begin:length])
+        begin = length
+        yield digest.digest()
 
 
 def text_size(messages: Sequence[dict[str, Any]]) -> int:

@@ -92,6 +92,7 @@ class ResponsesCall:
         parameters = validated(ResponsesParameters, checked_parameters(body, RESPONSES_FIELDS))
         self.stream = parameters.stream
         self.request = _turn_request(parameters)
+        self.requests: tuple[TurnRequest, ...] = (self.request,)
         self._tool_choice = parameters.tool_choice or "auto"
         self._model = model
         self._created_at = int(time.time())

@@ -44,9 +44,10 @@ class DialectCall[Events: AnswerEvents](Protocol):
 
     id_prefix: str
     stream: bool
-    request: TurnRequest
+    requests: tuple[TurnRequest, ...]
+    """Conversations to continue. Only completions may have several."""
     choices: int
-    """Number of turns to sample."""
+    """Number of turns to sample for each of them."""
 
     def answer(self, nodes: Sequence[TurnNode], usage: TokenUsage) -> dict[str, Any]:
         """Return the body of a plain answer."""
@@ -67,6 +68,11 @@ class DialectCall[Events: AnswerEvents](Protocol):
         ...
 
 
+def count_turns(call: DialectCall[Any]) -> int:
+    """Return the number of turns to sample for all requests of a call."""
+    return len(call.requests) * call.choices
+
+
 async def send_whole(
     request: web.Request, call: DialectCall[Any], nodes: Sequence[TurnNode]
 ) -> web.StreamResponse:
@@ -74,7 +80,7 @@ async def send_whole(
     # Log-probs are by far the largest part of an answer: up to 21 entries for every token.
     listed = sum(token.entries for node in nodes for text in node.log_probs for token in text)
     if listed <= SHORT_LISTS:
-        body = call.to_json(call.answer(nodes, total_usage(nodes)))
+        body = call.to_json(call.answer(nodes, total_usage(nodes, call.choices)))
     else:
         body = await run_in_thread(_long_body, call, nodes)
     response = web.Response(body=body, content_type="application/json", charset="utf-8")
@@ -86,7 +92,8 @@ async def send_whole(
 
 def _long_body(call: DialectCall[Any], nodes: Sequence[TurnNode]) -> bytes:
     """Return the JSON of an answer. Other threads run in between, in contrast to json.dumps."""
-    return call.to_json(call.answer(nodes, total_usage(nodes)), in_pieces=True)
+    usage = total_usage(nodes, call.choices)
+    return call.to_json(call.answer(nodes, usage), in_pieces=True)
 
 
 class EventStream:
@@ -161,10 +168,13 @@ class StreamedTurns:
         self._session = session
         self._response_id = response_id
         self._changed = asyncio.Event()
-        numbers = range(call.choices)
+        numbers = range(count_turns(call))
         self._observers = [TurnObserver(on_change=self._changed.set) for _ in numbers]
         self._readers = [
-            AnswerReader(codec, call.request, choice_id(response_id, number)) for number in numbers
+            AnswerReader(
+                codec, call.requests[number // call.choices], choice_id(response_id, number)
+            )
+            for number in numbers
         ]
         self._deltas = [AnswerDeltas() for _ in numbers]
         self._events: AnswerEvents | None = None
@@ -181,7 +191,7 @@ class StreamedTurns:
         """
         turns = asyncio.ensure_future(
             self._session.respond_choices(
-                self._call.request,
+                self._call.requests,
                 self._response_id,
                 self._call.choices,
                 is_retry=is_retry,
@@ -212,7 +222,7 @@ class StreamedTurns:
             rest = self._deltas[number].rest(node.answer, node.log_probs)
             await self._send(number, rest, name, always=True)
         assert self._events is not None
-        usage = total_usage(nodes)
+        usage = total_usage(nodes, self._call.choices)
         await self._stream.send(self._call.end_events(self._events, nodes, usage))
         return await self._stream.end(is_done=self._events.ends_with_done)
 

@@ -1,4 +1,4 @@
-"""The HTTP server: sessions by API key, two dialects of OpenAI's API, and rewards.
+"""The HTTP server: sessions by API key, three dialects of OpenAI's API, and rewards.
 
 The server runs on the event loop of its caller, next to the engine.
 """
@@ -17,13 +17,20 @@ from rl_loop.chat.codec import ChatCodec
 from rl_loop.engines.protocol import ModelShape, RolloutEngine
 from rl_loop.gateway.body import MAX_BODY_BYTES, SHORT_BODY_BYTES, parse_json, read_body
 from rl_loop.gateway.chat import ChatCall
+from rl_loop.gateway.completions import CompletionCall
 from rl_loop.gateway.connections import OpenConnections, server_options
 from rl_loop.gateway.errors import ApiError, ErrorCode
 from rl_loop.gateway.jobs import ReadJob, RequestWorkers
 from rl_loop.gateway.node import TurnNode
 from rl_loop.gateway.responses import ResponsesCall
 from rl_loop.gateway.reward import read_reward
-from rl_loop.gateway.send import DialectCall, EventStream, StreamedTurns, send_whole
+from rl_loop.gateway.send import (
+    DialectCall,
+    EventStream,
+    StreamedTurns,
+    count_turns,
+    send_whole,
+)
 from rl_loop.gateway.session import ConversationSession, SessionSettings
 from rl_loop.infrastructure import describe
 
@@ -146,6 +153,7 @@ class Gateway:
         # Clients append the path to ``base_url``, which ends with /v1.
         app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[self._answer])
         app.router.add_post("/v1/chat/completions", self._chat)
+        app.router.add_post("/v1/completions", self._completions)
         app.router.add_post("/v1/responses", self._responses)
         app.router.add_post("/v1/rewards", self._rewards)
         app.router.add_get("/v1/models", self._models)
@@ -210,6 +218,9 @@ class Gateway:
     async def _chat(self, request: web.Request) -> web.StreamResponse:
         return await self._respond(request, ChatCall)
 
+    async def _completions(self, request: web.Request) -> web.StreamResponse:
+        return await self._respond(request, CompletionCall)
+
     async def _responses(self, request: web.Request) -> web.StreamResponse:
         return await self._respond(request, ResponsesCall)
 
@@ -231,12 +242,12 @@ class Gateway:
         stream = EventStream(request, call)
         streamed = StreamedTurns(stream, call, self._codec, session, response_id)
         try:
-            with _counted_choices(session, call.choices):
+            with _counted_choices(session, count_turns(call)):
                 if call.stream:
                     nodes = await streamed.sample(is_retry=is_retry)
                 else:
                     nodes = await session.respond_choices(
-                        call.request, response_id, call.choices, is_retry=is_retry
+                        call.requests, response_id, call.choices, is_retry=is_retry
                     )
             with _delivering(nodes):
                 if call.stream:

@@ -23,14 +23,15 @@ from rl_loop.engines.protocol import (
     SamplingParams,
     TokenChoice,
 )
-from rl_loop.gateway.answer import ReadTurn, read_turn
+from rl_loop.gateway.answer import ReadTurn
 from rl_loop.gateway.errors import ApiError, invalid_content, unsupported
 from rl_loop.gateway.forest import TurnForest
 from rl_loop.gateway.jobs import RequestJob, RequestWorkers, SessionJobs, TurnJob
-from rl_loop.gateway.node import TurnNode, new_node
+from rl_loop.gateway.node import TurnNode, new_completion, new_node
 from rl_loop.gateway.observed_engine import ObservedEngine, TurnObserver
 from rl_loop.gateway.pending import PendingTurns, TurnsClosedError
 from rl_loop.gateway.prompts import History, PromptTooLongError, TurnPromptRenderer
+from rl_loop.gateway.raw_prompt import text_range
 from rl_loop.gateway.request import TurnRequest
 from rl_loop.gateway.reward import SessionRewards, SubmittedReward
 from rl_loop.gateway.stop_text import shortened
@@ -188,21 +189,21 @@ class ConversationSession:
 
     async def respond_choices(
         self,
-        request: TurnRequest,
+        requests: Sequence[TurnRequest],
         response_id: str,
-        count: int,
+        choices: int,
         *,
         is_retry: bool = False,
         observers: Sequence[TurnObserver] = (),
     ) -> list[TurnNode]:
-        """Return ``count`` turns for one request. Each is a separate sample and a separate branch.
+        """Return ``choices`` turns for each of several requests, in the order of the requests.
 
-        If one of them fails, the others stop.
+        Each is a separate sample and a separate branch. If one of them fails, the others stop.
 
         Args:
-            request: the conversation.
+            requests: the conversations.
             response_id: name of the first turn, see ``choice_id``.
-            count: number of turns.
+            choices: number of turns for each request.
             is_retry: whether the client marks the request as a retry.
             observers: observer of each turn. Empty for none.
 
@@ -210,9 +211,9 @@ class ConversationSession:
             ApiError: one of the turns failed.
         """
         tasks = []
-        for number in range(count):
+        for number in range(len(requests) * choices):
             turn = self.respond(
-                request.choice(number),
+                requests[number // choices].choice(number),
                 choice_id(response_id, number),
                 is_retry=is_retry,
                 observer=observers[number] if observers else None,
@@ -295,8 +296,12 @@ class ConversationSession:
         Raises ApiError, EpisodeOver, PromptTooLongError and InfrastructureError.
         """
         self.was_too_long = False
-        position = self.forest.find(request)
-        prompt = await self._prompts.render(request, position)
+        if request.prompt is None:
+            position = self.forest.find(request)
+            prompt = await self._prompts.render(request, position)
+        else:
+            position = self.forest.find_completion(request.prompt)
+            prompt = await self._prompts.encode(request.prompt, position.parent)
 
         # The number is a part of the name, because requests with equal prompts and equal seeds of
         # the client would be the same request to the engine.
@@ -316,11 +321,18 @@ class ConversationSession:
         if turn.kept is not None:
             # No limit ended the turn, because the stop text came before.
             sampled = SampledTurn(shortened(sampled.result, turn.kept), None)
-        node = new_node(request, response_id, position, prompt, sampled, turn)
+        if request.prompt is None:
+            node = new_node(request, response_id, position, prompt, sampled, turn)
+        else:
+            node = new_completion(request, response_id, prompt, sampled, turn)
         if request.log_probs and turn.format_error is None:
             listed = len(sampled.result.output_ids) * (1 + request.top_log_probs)
+            ids = sampled.result.output_ids
+            ranges = self._codec.answer_ranges(ids)
+            if request.prompt is not None:
+                ranges = [text_range(self._codec, ids)]
             list_tokens = partial(
-                text_log_probs, self._codec, sampled.result, turn.stop_tokens, top
+                text_log_probs, self._codec, sampled.result, ranges, turn.stop_tokens, top
             )
             if listed <= SHORT_LISTS:
                 node.log_probs = list_tokens()
@@ -356,16 +368,21 @@ class ConversationSession:
         self, sampled: GenerateResult, request: TurnRequest, response_id: str
     ) -> ReadTurn:
         """Parse a sampled turn. A long turn is parsed in another process."""
-        tools, stop = request.tools, request.stop
+        job = TurnJob(
+            sampled.output_ids,
+            sampled.finish_reason,
+            request.tools,
+            response_id,
+            request.stop,
+            is_completion=request.prompt is not None,
+        )
         if len(sampled.output_ids) <= SHORT_TOKENS:
-            return read_turn(self._codec, sampled, tools, response_id, stop)
+            return job.run(self._codec)
         try:
-            return await self.run(
-                TurnJob(sampled.output_ids, sampled.finish_reason, tools, response_id, stop)
-            )
+            return await self.run(job)
         except ApiError:
             # The client did not cause the error, and must get its turn.
-            return await run_in_thread(read_turn, self._codec, sampled, tools, response_id, stop)
+            return await run_in_thread(job.run, self._codec)
 
     def _sampling(self, request: TurnRequest) -> SamplingParams:
         """Return the sampling parameters of a turn."""

@@ -28,18 +28,21 @@ class StopCut:
     """End of ``text`` that is in the first dropped token."""
 
 
-def find_stop(codec: ChatCodec, ids: Sequence[int], stop: Sequence[str]) -> StopCut | None:
+def find_stop(
+    codec: ChatCodec, ids: Sequence[int], ranges: Sequence[range], stop: Sequence[str]
+) -> StopCut | None:
     """Return the first end of a stop text in the texts for the client. None if there is none.
 
     Args:
         codec: chat format of the policy.
         ids: sampled turn.
+        ranges: positions of the texts.
         stop: stop texts. If two end at the same byte, the longer one counts.
     """
     # Bytes instead of characters: a stop text may begin or end within a token, and a token may hold
     # a part of a character.
     searched = [text.encode(errors="replace") for text in stop]
-    for places in codec.answer_ranges(ids):
+    for places in ranges:
         pieces = [codec.vocabulary.token_bytes(ids[place]) for place in places]
         data = b"".join(pieces)
         found = [(begin + len(text), begin) for text in searched if (begin := data.find(text)) >= 0]

@@ -60,6 +60,7 @@ type TextLogProbs = tuple[TokenLogProb, ...]
 def text_log_probs(
     codec: ChatCodec,
     result: GenerateResult,
+    ranges: Sequence[range],
     stop_tokens: int,
     top: Sequence[Sequence[TokenChoice]] = (),
 ) -> tuple[TextLogProbs, ...]:
@@ -68,6 +69,7 @@ def text_log_probs(
     Args:
         codec: chat format of the policy.
         result: the sampled turn.
+        ranges: positions of the texts.
         stop_tokens: number of tokens at the end that begin within a stop text.
         top: most likely tokens of each position of the turn. Empty if not requested.
     """
@@ -83,5 +85,5 @@ def text_log_probs(
             for place in places
             if place < end
         )
-        for places in codec.answer_ranges(result.output_ids)
+        for places in ranges
     )

@@ -11,6 +11,7 @@ from typing import assert_never
 from rl_loop.chat.codec import ChatCodec
 from rl_loop.chat.messages import ParsedMessage
 from rl_loop.chat.tools import FUNCTIONS
+from rl_loop.chat.turn_reader import TurnReader
 from rl_loop.engines.protocol import NewTokens
 from rl_loop.gateway.answer import (
     AnswerItem,
@@ -21,6 +22,7 @@ from rl_loop.gateway.answer import (
     call_id,
 )
 from rl_loop.gateway.errors import invalid_content
+from rl_loop.gateway.raw_prompt import RawReader
 from rl_loop.gateway.request import TurnRequest
 from rl_loop.gateway.token_log_probs import TextLogProbs, TokenLogProb
 
@@ -50,9 +52,12 @@ class AnswerReader:
             response_id: name of the turn.
         """
         self._codec = codec
-        self._reader = codec.turn_reader(
-            {f"{FUNCTIONS}{tool.name}" for tool in request.tools}, request.stop
-        )
+        self._reader: TurnReader
+        if request.prompt is None:
+            recipients = {f"{FUNCTIONS}{tool.name}" for tool in request.tools}
+            self._reader = codec.turn_reader(recipients, request.stop)
+        else:
+            self._reader = RawReader(codec, request.stop)
         self._response_id = response_id
         self._has_log_probs = request.log_probs
         self._items: list[AnswerItem] = []

@@ -11,6 +11,9 @@ import openai
 import pytest
 from openai.types.chat.chat_completion_stream_options_param import ChatCompletionStreamOptionsParam
 from openai.types.chat.completion_create_params import CompletionCreateParamsBase
+from openai.types.completion_create_params import (
+    CompletionCreateParamsBase as TextCompletionParams,
+)
 from openai.types.responses import ResponseTextConfigParam
 from openai.types.responses.response_create_params import ResponseCreateParamsBase
 from openai.types.shared_params import Reasoning
@@ -18,8 +21,10 @@ from transformers import GptOssForCausalLM
 
 from rl_loop.engines.protocol import GenerateRequest
 from rl_loop.gateway.chat import ChatParameters
+from rl_loop.gateway.completions import CompletionParameters
 from rl_loop.gateway.fields import (
     CHAT_FIELDS,
+    COMPLETION_FIELDS,
     RESPONSES_FIELDS,
     FieldBehavior,
     RequestField,
@@ -31,9 +36,14 @@ from tests.support.rl_loop.gateway.serving import SETTINGS, Served, serving
 
 HI: dict[str, dict[str, Any]] = {
     "chat": {"messages": [{"role": "user", "content": "Hi"}]},
+    "completions": {"prompt": "<|start|>user<|message|>Hi<|end|><|start|>assistant"},
     "responses": {"input": "Hi"},
 }
-ROWS = {"chat": CHAT_FIELDS, "responses": RESPONSES_FIELDS}
+ROWS = {
+    "chat": CHAT_FIELDS,
+    "completions": COMPLETION_FIELDS,
+    "responses": RESPONSES_FIELDS,
+}
 SERVING = replace(SETTINGS, is_episode=False, clients_choose_sampling=True)
 """Settings of ``gptoss serve``, as far as they concern requests."""
 REFERENCE = "previous_response_id"
@@ -48,6 +58,8 @@ REFERENCE = "previous_response_id"
     [
         ("chat", "", CompletionCreateParamsBase),
         ("chat", "stream_options.", ChatCompletionStreamOptionsParam),
+        ("completions", "", TextCompletionParams),
+        ("completions", "stream_options.", ChatCompletionStreamOptionsParam),
         ("responses", "", ResponseCreateParamsBase),
         ("responses", "reasoning.", Reasoning),
         ("responses", "text.", ResponseTextConfigParam),
@@ -59,7 +71,12 @@ def test_every_field_of_the_client_has_a_row(dialect: str, prefix: str, declared
 
 
 @pytest.mark.parametrize(
-    ("dialect", "parameters"), [("chat", ChatParameters), ("responses", ResponsesParameters)]
+    ("dialect", "parameters"),
+    [
+        ("chat", ChatParameters),
+        ("completions", CompletionParameters),
+        ("responses", ResponsesParameters),
+    ],
 )
 def test_every_parameter_with_an_effect_has_a_row(dialect: str, parameters: Any) -> None:
     rows = fields_by_name(ROWS[dialect]).values()
@@ -86,6 +103,8 @@ async def send(served: Served, dialect: str, body: dict[str, Any]) -> Any:
     """Return the client's answer to a body: a parsed answer, or the list of a stream's events."""
     async with served.client(max_retries=0) as client:
         create: Any = client.chat.completions.create
+        if dialect == "completions":
+            create = client.completions.create
         if dialect == "responses":
             create = client.responses.create
         # The client adds extra_body unchanged, so every value reaches the server.
@@ -191,6 +210,9 @@ def test_field_without_a_row_is_refused(tiny: Harmony, model: GptOssForCausalLM)
 def read_text(answer: Any) -> str:
     if isinstance(answer, openai.types.responses.Response):
         return answer.output_text
+    if isinstance(answer, openai.types.Completion):
+        # Without the header of the answer, which is text here.
+        return answer.choices[0].text.rpartition("<|message|>")[2]
     return str(answer.choices[0].message.content)
 
 
@@ -253,6 +275,16 @@ def stream_has_usage(outcome: Outcome) -> None:
     assert outcome.answer[-1].usage.prompt_tokens == len(outcome.after.input_ids)
 
 
+def has_another_text(outcome: Outcome) -> None:
+    assert outcome.has_other_prompt
+    assert len(outcome.after.input_ids) < len(outcome.before.input_ids)
+
+
+def ends_with(outcome: Outcome, text: str) -> None:
+    assert outcome.answer.choices[0].text.endswith(text)
+    assert outcome.answer.choices[0].finish_reason == "stop"
+
+
 def ends_at_the_stop_text(outcome: Outcome) -> None:
     assert read_text(outcome.answer) == "He"
 
@@ -264,6 +296,18 @@ def has_log_probs(tokens: list[Any]) -> None:
 def has_two_likely_tokens(tokens: list[Any]) -> None:
     has_log_probs(tokens)
     assert [len(token.top_logprobs) for token in tokens] == [2] * len(tokens)
+
+
+def has_two_likely_completions(outcome: Outcome) -> None:
+    listed = outcome.answer.choices[0].logprobs
+    assert "".join(listed.tokens) == outcome.answer.choices[0].text
+    assert [len(top) for top in listed.top_logprobs] == [2] * len(listed.tokens)
+
+
+def has_token_ids(outcome: Outcome) -> None:
+    [choice] = outcome.answer.choices
+    assert choice.prompt_token_ids == outcome.after.input_ids
+    assert len(choice.token_ids) == outcome.answer.usage.completion_tokens
 
 
 def has_two_choices(outcome: Outcome) -> None:
@@ -305,6 +349,17 @@ EFFECTS: dict[str, dict[str, Callable[[Outcome], None]]] = {
         "stream_options": same_prompt,
         "stream_options.include_usage": stream_has_usage,
     },
+    "completions": {name: COMMON[name] for name in ("stream", "temperature", "top_p", "seed")}
+    | {
+        "prompt": has_another_text,
+        "max_tokens": samples_one_token,
+        "stop": lambda outcome: ends_with(outcome, "He"),
+        "logprobs": has_two_likely_completions,
+        "n": has_two_choices,
+        "return_token_ids": has_token_ids,
+        "stream_options": same_prompt,
+        "stream_options.include_usage": stream_has_usage,
+    },
     "responses": COMMON
     | {
         "input": same_prompt,
@@ -342,6 +397,7 @@ NEEDED: dict[str, dict[str, dict[str, Any]]] = {
         "stream_options.include_usage": {"stream": True},
         "top_logprobs": {"logprobs": True},
     },
+    "completions": {"stream_options.include_usage": {"stream": True}},
     "responses": {
         "tools": ONE_TOKEN["responses"],
         "tool_choice": {"tools": example("responses", "tools")},

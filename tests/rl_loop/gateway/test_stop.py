@@ -211,7 +211,7 @@ def test_stop_is_the_first_one_to_be_complete(
 ) -> None:
     for codec in (tiny, chatml):
         turn = codec.render_assistant([ParsedMessage("final", None, None, text)])
-        cut = find_stop(codec, turn, stops)
+        cut = find_stop(codec, turn, codec.answer_ranges(turn), stops)
         # The independent way reads character by character.
         prefixes = [text[:n] for n in range(len(text) + 1)]
         prefix = next((p for p in prefixes if p.endswith(tuple(stops))), None) if stops else None
@@ -234,7 +234,7 @@ def test_chatml_text_ends_before_its_call(chatml: ChatMl) -> None:
     turn = chatml.render_assistant([thought, call])
     [places] = chatml.answer_ranges(turn)
     assert chatml.decode([turn[place] for place in places]) == "one two"
-    assert find_stop(chatml, turn, ["name", "\n", "tool"]) is None
+    assert find_stop(chatml, turn, [places], ["name", "\n", "tool"]) is None
 
 
 def test_shortened_result_has_the_versions_of_its_tokens() -> None:
