@@ -75,7 +75,8 @@ class TokenColumns[Array]:
     """Policy lag: weight versions between sampling and training. None if all tokens are
     current."""
     is_spliced: Annotated[Array | None, Column("bool", "driver")] = None
-    """True if the token was sampled in another context. None if no token was."""
+    """True if the token was sampled in another context, or under a constraint. None if no token
+    was."""
     teacher_log_probs: Annotated[Array | None, Column("float32", "driver")] = None
     """Log-prob by the teacher of on-policy distillation, in nats."""
     teacher_top_ids: Annotated[Array | None, Column("int32", "rank", is_wide=True)] = None

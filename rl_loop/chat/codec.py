@@ -4,7 +4,7 @@ A codec renders conversations to token ids and parses sampled turns. Sampled ids
 and never rendered again.
 """
 
-from collections.abc import Container, Sequence
+from collections.abc import Collection, Container, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
@@ -22,6 +22,11 @@ class Vocabulary(Protocol):
 
     size: int
     """Rows of the model's embedding."""
+
+    @property
+    def special_ids(self) -> Collection[int]:
+        """Ids that are not text."""
+        ...
 
     def encode_text(self, text: str) -> list[int]:
         """Encode plain text. No part of it becomes a special token."""
@@ -184,6 +189,20 @@ class ChatCodec(Protocol):
 
     def parse_truncated_for_client(self, ids: Sequence[int]) -> TruncatedTurn:
         """Parse a turn that a limit cut off, as far as possible like ``parse_for_client``."""
+        ...
+
+    def turn_grammar(self, answer: str | None, arguments: Mapping[str, str]) -> str:
+        """Return a grammar of turns with a JSON answer, or with one call of a client's function.
+
+        Thoughts before the answer or the call are not constrained.
+
+        Args:
+            answer: JSON schema of the answer. None if the turn must be a call.
+            arguments: JSON schema of the arguments, by the name of the function.
+
+        Returns:
+            Grammar in llguidance's dialect of Lark. Its last token is one of ``stop_token_ids``.
+        """
         ...
 
     def turn_reader(self, recipients: Container[str], stop: Sequence[str]) -> TurnReader:

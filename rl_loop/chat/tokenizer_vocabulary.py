@@ -134,6 +134,11 @@ class TokenizerVocabulary:
             return self.decode([token_id]).encode()
         return bytes(_bytes_by_character()[character] for character in spelled)
 
+    @property
+    def special_ids(self) -> Collection[int]:
+        """Ids that are not text: added tokens, and ids that the tokenizer does not have."""
+        return {*self._names, *range(self._known, self.size)}
+
     def is_text(self, token_id: int) -> bool:
         """Return True if an id is a piece of text."""
         return token_id < self._known and token_id not in self._names

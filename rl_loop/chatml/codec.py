@@ -23,7 +23,7 @@ the final answer as a whole, including thoughts.
 import json
 import re
 from bisect import bisect_left
-from collections.abc import Container, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, islice, takewhile
 from typing import Any
@@ -327,6 +327,30 @@ class ChatMl:
     def without_finished_analysis(self, ids: Sequence[int]) -> list[int]:
         """Return all of a conversation, because ChatML shows earlier turns in full."""
         return list(ids)
+
+    def turn_grammar(self, answer: str | None, arguments: Mapping[str, str]) -> str:
+        """Return a grammar of turns: see ``ChatCodec``. ChatML has no thoughts."""
+        markup = self.vocabulary.markup
+
+        def tag(name: str) -> str:
+            # Some tokenizers have no tokens for calls.
+            return f"<[{markup[name]}]>" if name in markup else json.dumps(name)
+
+        turns = []
+        rules = []
+        if answer is not None:
+            turns.append("answer")
+            rules.append(f"answer: %json {answer}")
+        for number, (name, schema) in enumerate(arguments.items()):
+            quoted = json.dumps(name, ensure_ascii=False)
+            head = json.dumps(f'\n{{"name": {quoted}, "arguments": ', ensure_ascii=False)
+            turns.append(f"call_{number}")
+            rules.append(
+                f"call_{number}: {tag(TOOL_CALL)} {head} arguments_{number} "
+                f'"}}\\n" {tag(TOOL_CALL_END)}'
+            )
+            rules.append(f"arguments_{number}: %json {schema}")
+        return "\n".join([f"start: ({' | '.join(turns)}) {tag(IM_END)}", *rules])
 
     def turn_reader(self, recipients: Container[str], stop: Sequence[str]) -> ChatMlReader:
         """Return a reader of a turn that is being sampled: see ``ChatCodec``."""

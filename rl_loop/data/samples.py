@@ -75,7 +75,7 @@ def _columns(trajectory: Trajectory, config: AlgorithmConfig, version: int) -> d
     columns: dict[str, Any] = trajectory.columns
     if staleness is not None:
         columns["staleness"] = staleness
-    if trajectory.spliced:
+    if trajectory.spliced or trajectory.constrained:
         columns["is_spliced"] = _is_spliced(trajectory)
     # An excluded episode stays in the batch, because the mean of its group counts it. No token of
     # it is trained on.
@@ -112,9 +112,9 @@ def _staleness(trajectory: Trajectory, version: int) -> np.ndarray | None:
 
 
 def _is_spliced(trajectory: Trajectory) -> np.ndarray:
-    """Return a mask of the tokens that were sampled in another context: bool [tokens]."""
+    """Return a mask of the tokens that are not samples of the policy at their place: bool [tokens]."""
     is_spliced = np.zeros(len(trajectory), dtype=np.bool_)
-    for start, end in trajectory.spliced:
+    for start, end in (*trajectory.spliced, *trajectory.constrained):
         is_spliced[start:end] = True
     return is_spliced
 

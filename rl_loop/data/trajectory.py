@@ -128,6 +128,9 @@ class Trajectory(TokenColumns[np.ndarray]):
     spliced: list[tuple[int, int]] = field(default_factory=list)
     """Token ranges [start, end) that were sampled in another context
     (``rollout.purification``)."""
+    constrained: list[tuple[int, int]] = field(default_factory=list)
+    """Token ranges [start, end) that a constraint of the request kept from being samples of the
+    policy. Their log-probs are those of the policy without the constraint."""
     reusable_tokens: int = 0
     """Tokens that the engine had processed for earlier turns, summed over the turns."""
     cached_tokens: int = 0

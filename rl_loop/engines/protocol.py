@@ -3,7 +3,7 @@
 ``check_result`` checks the results of engines.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import combinations
 from numbers import Real
@@ -48,6 +48,22 @@ class NewTokens:
     """Most likely tokens of each position, the most likely first. Empty lists if not requested."""
 
 
+class TokenMatcher(Protocol):
+    """Constraint on one continuation: the tokens that may come next."""
+
+    def allowed(self) -> np.ndarray:
+        """Return the tokens that may come next: bool [vocab]. At least one is True.
+
+        Raises:
+            RuntimeError: the constraint cannot be evaluated.
+        """
+        ...
+
+    def accept(self, tokens: Sequence[int]) -> None:
+        """Append tokens. Raises RuntimeError if they are not allowed."""
+        ...
+
+
 @dataclass(frozen=True)
 class GenerateRequest:
     """One prompt to continue."""
@@ -74,6 +90,9 @@ class GenerateRequest:
     result is returned. Engines that cannot stream ignore it."""
     top_log_probs: int = 0
     """Number of most likely tokens that ``on_tokens`` gets for each position."""
+    new_matcher: Callable[[], TokenMatcher] | None = field(default=None, compare=False, repr=False)
+    """Returns a constraint on the continuation before its first token. None to sample freely. Only
+    for engines with ``ConstrainsTokens``."""
 
     @property
     def episode(self) -> str:
@@ -97,7 +116,8 @@ class GenerateResult:
     output_log_probs: list[float]
     """Log-probs of the sampled tokens, in nats.
 
-    They belong to the distribution at the sampling temperature, before top-p truncation.
+    They belong to the distribution at the sampling temperature, before top-p truncation and before
+    a constraint (``GenerateRequest.new_matcher``).
     """
     finish_reason: FinishReason
     weight_versions: list[WeightVersionSpan] = field(default_factory=list)
@@ -133,6 +153,19 @@ class RolloutEngine(Protocol):
 
     async def close(self) -> None:
         """Release all resources. The engine cannot be used afterwards."""
+
+
+@runtime_checkable
+class ConstrainsTokens(Protocol):
+    """An engine that applies ``GenerateRequest.new_matcher``. Other engines would ignore it."""
+
+    constrains_tokens: bool
+    """True if the engine applies constraints."""
+
+
+def constrains_tokens(engine: RolloutEngine) -> bool:
+    """Return True if an engine applies ``GenerateRequest.new_matcher``."""
+    return isinstance(engine, ConstrainsTokens) and engine.constrains_tokens
 
 
 @runtime_checkable

@@ -27,10 +27,12 @@ from rl_loop.gateway.node import TokenUsage, TurnNode
 from rl_loop.gateway.parameters import (
     MAX_TOP_LOG_PROBS,
     ChoicesParameters,
+    build_constraint,
     checked_parameters,
     mapping,
     offered,
     parse_effort,
+    parse_schema,
     parse_text,
     parse_tool,
     text_value,
@@ -47,6 +49,7 @@ class ChatParameters(ChoicesParameters):
     messages: list[Any] = Field(min_length=1)
     tools: list[Any] = Field(default_factory=list)
     tool_choice: Any = None
+    response_format: Any = None
     reasoning_effort: Any = None
     logprobs: bool = False
     top_logprobs: int = Field(0, ge=0, le=MAX_TOP_LOG_PROBS)
@@ -129,13 +132,13 @@ class ChatCall:
 
 
 def _turn_request(parameters: ChatParameters) -> TurnRequest:
-    tools = []
+    functions = []
     for number, entry in enumerate(parameters.tools):
         where = f"tools[{number}]"
         tool = mapping(entry, where)
         if tool.get("type") != "function":
             raise invalid_request(f"{tool.get('type')!r} is not supported. Use functions", where)
-        tools.append(
+        functions.append(
             parse_tool(mapping(tool.get("function"), f"{where}.function"), f"{where}.function")
         )
 
@@ -146,12 +149,15 @@ def _turn_request(parameters: ChatParameters) -> TurnRequest:
 
     if parameters.top_logprobs and not parameters.logprobs:
         raise invalid_request("needs logprobs: true", "top_logprobs")
+    tools = offered(functions, _tool_choice(parameters.tool_choice))
+    schema = _answer_schema(parameters.response_format)
     # ``max_tokens`` is the deprecated name of ``max_completion_tokens``. If both are set, both
     # hold.
     limits = [parameters.max_tokens, parameters.max_completion_tokens]
     return TurnRequest(
         messages=with_answers_in_order(messages, ()),
-        tools=offered(tools, parameters.tool_choice),
+        tools=tools.tools,
+        constraint=build_constraint(tools, schema, "response_format"),
         reasoning_effort=parse_effort(parameters.reasoning_effort, "reasoning_effort"),
         max_new_tokens=min((limit for limit in limits if limit is not None), default=None),
         temperature=parameters.temperature,
@@ -161,6 +167,31 @@ def _turn_request(parameters: ChatParameters) -> TurnRequest:
         log_probs=parameters.logprobs,
         top_log_probs=parameters.top_logprobs,
     )
+
+
+def _tool_choice(choice: Any) -> Any:
+    """Return the choice in the form of ``offered``. Raises ApiError if it is unknown."""
+    if not isinstance(choice, dict):
+        return choice
+    if choice.get("type") != "function":
+        raise unsupported("tool_choice", f"{choice.get('type')!r} is not a function")
+    return mapping(choice.get("function"), "tool_choice.function")
+
+
+def _answer_schema(response_format: Any) -> dict[str, Any] | None:
+    """Return the JSON schema of the answer. None for any text. Raises ApiError."""
+    if response_format is None:
+        return None
+    output = mapping(response_format, "response_format")
+    match output.get("type"):
+        case "text":
+            return None
+        case "json_object":
+            return {"type": "object"}
+        case "json_schema":
+            where = "response_format.json_schema"
+            return parse_schema(mapping(output.get("json_schema"), where), where)
+    raise invalid_request(f"the type {output.get('type')!r} is unknown", "response_format")
 
 
 def _message(entry: dict[str, Any], where: str) -> dict[str, Any]:

@@ -39,6 +39,8 @@ class RequestField:
     """Value of a working field that is refused. None if there is none."""
     code: ErrorCode = "unsupported_parameter"
     """Code of the error for a refused field."""
+    is_constraint: bool = False
+    """True if the value constrains the turn."""
     param: str = ""
     """Parameter in the error. Default: the name."""
 
@@ -67,6 +69,11 @@ def _works(name: str, example: Any, note: str = "", wrong: Any = None) -> Reques
     return RequestField(name, FieldBehavior.WORKS, example, note, wrong=wrong)
 
 
+def _constrains(name: str, example: Any, note: str) -> RequestField:
+    """Return the row of a value that constrains the turn."""
+    return RequestField(name, FieldBehavior.WORKS, example, note, is_constraint=True)
+
+
 def _ignored(name: str, example: Any, note: str) -> RequestField:
     return RequestField(name, FieldBehavior.IGNORED, example, note)
 
@@ -85,7 +92,7 @@ def _refused_part(name: str, example: Any, param: str, note: str) -> RequestFiel
 # ---- examples of fields that both dialects have
 
 _SCHEMA = {"type": "object", "properties": {"x": {"type": "integer"}}}
-_NO_GRAMMAR = "sampling is not constrained"
+_GRAMMAR = "[constrained](../gateway.md#constrained-turns)"
 _NO_HOSTED_TOOLS = "hosted tools are not available"
 _TEXT_ONLY = "only text is supported"
 _OTHER_MEANING = "a label for OpenAI's dashboards"
@@ -109,8 +116,9 @@ def _common(tool: dict[str, Any], named: dict[str, Any]) -> tuple[RequestField, 
         _works("tools", [tool], "functions only", wrong="add"),
         _refused_part("tools", [{"type": "web_search"}], "tools[0]", _NO_HOSTED_TOOLS),
         _works("tool_choice", "none", "`auto`, or `none`, which hides the tools", wrong="maybe"),
-        _refused("tool_choice", "required", _NO_GRAMMAR),
-        _refused("tool_choice", named, _NO_GRAMMAR),
+        _constrains("tool_choice", "required", "one call; " + _GRAMMAR),
+        _constrains("tool_choice", named, _GRAMMAR),
+        _refused("tool_choice", {"type": "allowed_tools"}, "send only these tools"),
         _ignored("metadata", {"a": "b"}, _OTHER_MEANING),
         _ignored("parallel_tool_calls", False, _PARALLEL),
         _ignored("prompt_cache_key", "key", _CACHE),
@@ -163,11 +171,12 @@ CHAT_FIELDS: RequestFields = (
     _works("logprobs", True, "of the content, at the sampling temperature", wrong="x"),
     _works("top_logprobs", 2, "up to 20, with `logprobs`", wrong=21),
     _works("n", 2, "each choice is a turn, and in training a branch", wrong=129),
-    _refused("response_format", {"type": "json_object"}, _NO_GRAMMAR, {"type": "text"}),
-    _refused(
+    _works("response_format", {"type": "text"}, wrong={"type": "xml"}),
+    _constrains("response_format", {"type": "json_object"}, _GRAMMAR),
+    _constrains(
         "response_format",
         {"type": "json_schema", "json_schema": {"name": "x", "schema": _SCHEMA}},
-        _NO_GRAMMAR,
+        _GRAMMAR,
     ),
     _refused("frequency_penalty", 0.5, "not implemented", 0),
     _refused("presence_penalty", 0.5, "not implemented", 0),
@@ -238,8 +247,9 @@ RESPONSES_FIELDS: RequestFields = (
     _refused("reasoning.context", "all_turns", "the server's `--history` decides", "auto"),
     _refused("reasoning.mode", "pro", "there is one mode", "standard"),
     _works("text", {}, wrong="x"),
-    _refused("text.format", {"type": "json_object"}, _NO_GRAMMAR, {"type": "text"}),
-    _refused("text.format", {"type": "json_schema", "name": "x", "schema": _SCHEMA}, _NO_GRAMMAR),
+    _works("text.format", {"type": "text"}, wrong={"type": "xml"}),
+    _constrains("text.format", {"type": "json_object"}, _GRAMMAR),
+    _constrains("text.format", {"type": "json_schema", "name": "x", "schema": _SCHEMA}, _GRAMMAR),
     _ignored("text.verbosity", "low", "a hint: the policy decides on the length"),
     _works("include", ["message.output_text.logprobs"], "other entries are ignored", wrong="x"),
     _ignored("stream_options", {"include_obfuscation": True}, "streams have no padding"),

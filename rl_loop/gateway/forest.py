@@ -275,6 +275,9 @@ def _draft(
                 draft.append(node.new_role, node.new_ids, decode(node.new_ids))
 
         sampled_ids = node.sampled.output_ids
+        start = len(draft)
         draft.append("assistant", sampled_ids, decode(sampled_ids), node.sampled)
+        if node.is_constrained:
+            draft.constrained.append((start, len(draft)))
         draft.tool_calls += len(node.answer.calls)
     return draft

@@ -79,6 +79,8 @@ class TurnNode:
     completed_bytes: int | None = None
     """Bytes of a completion's prompt and text, as the client has them (``RawPrompt.content``). None
     in a conversation."""
+    is_constrained: bool = False
+    """True if the request required a call or a JSON schema."""
     is_leaf: bool = True
     """True if no turn continues from its tokens."""
 
@@ -288,4 +290,5 @@ def new_node(
         dropped=turn.dropped,
         fingerprint=request.fingerprint,
         is_stored=request.is_stored,
+        is_constrained=request.constraint is not None,
     )

@@ -54,7 +54,7 @@ class ObservedEngine:
     """An engine whose turns can be observed. All other calls reach the engine unchanged."""
 
     def __init__(self, engine: RolloutEngine) -> None:
-        self._engine = engine
+        self.engine = engine
         self._observers: dict[str, tuple[TurnObserver, int]] = {}
         """Observer of a turn and the number of its prompt tokens, by episode and turn."""
 
@@ -77,22 +77,22 @@ class ObservedEngine:
         """Sample one continuation."""
         observed = self._observers.get(request.request_id.rsplit("/", 1)[0])
         if observed is None:
-            return await self._engine.generate(request)
+            return await self.engine.generate(request)
         observer, prompt_tokens = observed
         # The first tokens of an interrupted turn are a part of its next request.
         observer.restart(len(request.input_ids) - prompt_tokens)
-        return await self._engine.generate(
+        return await self.engine.generate(
             replace(request, on_tokens=observer.add, top_log_probs=observer.top_log_probs)
         )
 
     async def score(self, input_ids: list[int], temperature: float = 1.0) -> list[float]:
         """Return log-probs of a text."""
-        return await self._engine.score(input_ids, temperature)
+        return await self.engine.score(input_ids, temperature)
 
     async def abort(self, request_id: str | None = None) -> None:
         """Abort one request, or all."""
-        await self._engine.abort(request_id)
+        await self.engine.abort(request_id)
 
     async def close(self) -> None:
         """Release all resources of the engine."""
-        await self._engine.close()
+        await self.engine.close()

@@ -5,6 +5,7 @@ would be trained, silently, with other settings than it requests.
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Annotated, Any
 
 from pydantic import (
@@ -20,6 +21,7 @@ from rl_loop.chat.codec import Effort
 from rl_loop.chat.tools import Tool, check_names
 from rl_loop.gateway.errors import ApiError, invalid_request, unsupported
 from rl_loop.gateway.fields import FieldBehavior, RequestField, RequestFields, fields_by_name
+from rl_loop.gateway.request import TurnConstraint
 
 MAX_MESSAGES = 2048
 """Maximum messages, or items, of a request."""
@@ -224,17 +226,27 @@ def parse_tool(function: dict[str, Any], where: str) -> Tool:
         raise invalid_request(str(error), f"{where}.name") from None
 
 
-def offered(tools: Sequence[Tool], tool_choice: Any) -> tuple[Tool, ...]:
-    """Return the tools that a prompt describes.
+@dataclass(frozen=True)
+class OfferedTools:
+    """Functions of a request."""
 
-    Sampling cannot force or forbid a call. With "none" the prompt describes no tool.
+    tools: tuple[Tool, ...]
+    """Functions that the prompt describes."""
+    required: tuple[Tool, ...] = ()
+    """Functions of which the turn must call one. Empty if the policy may answer."""
+
+
+def offered(tools: Sequence[Tool], tool_choice: Any) -> OfferedTools:
+    """Return the functions that a prompt describes, and those of which one must be called.
+
+    With "none" the prompt describes no function, because sampling cannot forbid a call.
 
     Args:
         tools: tools of the request.
-        tool_choice: choice of the request.
+        tool_choice: choice of the request. A named function is ``{"name": NAME}``.
 
     Raises:
-        ApiError: the choice cannot be guaranteed, or the tools are too large or have wrong names.
+        ApiError: the choice is unknown, or the tools are too large or have wrong names.
     """
     size = sum(len(repr(tool)) for tool in tools)
     if size > MAX_TOOLS_CHARACTERS:
@@ -245,10 +257,46 @@ def offered(tools: Sequence[Tool], tool_choice: Any) -> tuple[Tool, ...]:
         raise invalid_request(str(error), "tools") from None
 
     if tool_choice in (None, "auto"):
-        return tuple(tools)
+        return OfferedTools(tuple(tools))
     if tool_choice == "none":
-        return ()
-    raise unsupported("tool_choice", 'sampling is not constrained. Use "auto" or "none"')
+        return OfferedTools(())
+    required = list(tools)
+    if isinstance(tool_choice, dict):
+        required = [tool for tool in tools if tool.name == tool_choice.get("name")]
+    elif tool_choice != "required":
+        raise invalid_request(f"{tool_choice!r} is unknown", "tool_choice")
+    if not required:
+        raise invalid_request("the request has no such function in tools", "tool_choice")
+    return OfferedTools(tuple(tools), tuple(required))
+
+
+def parse_schema(output: dict[str, Any], where: str) -> dict[str, Any]:
+    """Return the JSON schema of a ``json_schema`` format. Raises ApiError if there is none."""
+    text_value(output.get("name"), f"{where}.name")
+    schema = mapping(output.get("schema"), f"{where}.schema")
+    size = len(repr(schema))
+    if size > MAX_TOOL_CHARACTERS:
+        raise invalid_request(
+            f"has {size} characters, more than {MAX_TOOL_CHARACTERS}", f"{where}.schema"
+        )
+    return schema
+
+
+def build_constraint(
+    tools: OfferedTools, schema: dict[str, Any] | None, parameter: str
+) -> TurnConstraint | None:
+    """Return the constraint of a request. None if its turn is free.
+
+    Args:
+        tools: functions of the request.
+        schema: JSON schema of the answer. None for any text.
+        parameter: parameter that contains the schema.
+    """
+    if tools.required:
+        return TurnConstraint("tool_choice", None, tools.required)
+    if schema is None:
+        return None
+    return TurnConstraint(parameter, schema, tools.tools)
 
 
 def parse_effort(value: Any, where: str) -> Effort | None:

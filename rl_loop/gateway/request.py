@@ -34,6 +34,23 @@ event loop.
 
 
 @dataclass(frozen=True)
+class TurnConstraint:
+    """Turns that a request allows: a JSON answer, or one call."""
+
+    parameter: str
+    """Parameter of the request, for errors."""
+    schema: dict[str, Any] | None
+    """JSON schema of the answer. None if the turn must be a call."""
+    tools: tuple[Tool, ...]
+    """Functions that the turn may call."""
+
+    @property
+    def digest(self) -> bytes:
+        """Digest that is equal for equal constraints."""
+        return _digest([canonical_value(self.schema), [tool.name for tool in self.tools]])
+
+
+@dataclass(frozen=True)
 class TurnRequest:
     """A request for one turn of the policy."""
 
@@ -60,6 +77,8 @@ class TurnRequest:
     """True to return the log-probs of the answer's tokens."""
     top_log_probs: int = 0
     """Number of most likely tokens to return for each of these tokens."""
+    constraint: TurnConstraint | None = None
+    """Constraint on the turn. None to sample freely."""
     is_stored: bool = True
     """True if later requests may refer to the response."""
 
@@ -111,6 +130,7 @@ class TurnRequest:
             self.log_probs,
             self.top_log_probs,
             None if self.prompt is None else raw_key(self.prompt).hex(),
+            None if self.constraint is None else self.constraint.digest.hex(),
         ]
         return _digest(content)
 

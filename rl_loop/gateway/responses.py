@@ -16,16 +16,18 @@ from rl_loop.chat.open_calls import with_answers_in_order
 from rl_loop.data.trajectory import FinishReason
 from rl_loop.gateway.answer import AnswerText
 from rl_loop.gateway.body import json_text
-from rl_loop.gateway.errors import invalid_request
+from rl_loop.gateway.errors import invalid_request, unsupported
 from rl_loop.gateway.fields import RESPONSES_FIELDS
 from rl_loop.gateway.node import TokenUsage, TurnNode
 from rl_loop.gateway.parameters import (
     MAX_TOP_LOG_PROBS,
     RequestParameters,
+    build_constraint,
     checked_parameters,
     mapping,
     offered,
     parse_effort,
+    parse_schema,
     parse_text,
     parse_tool,
     text_value,
@@ -56,6 +58,12 @@ class ReasoningParameters(BaseModel):
     effort: Any = None
 
 
+class TextParameters(BaseModel):
+    """Answer of the policy."""
+
+    format: Any = None
+
+
 class ResponsesParameters(RequestParameters):
     """Parameters with an effect."""
 
@@ -66,7 +74,7 @@ class ResponsesParameters(RequestParameters):
     tool_choice: Any = None
     reasoning: ReasoningParameters = ReasoningParameters()
     max_output_tokens: int | None = Field(None, gt=0)
-    text: dict[str, Any] = Field(default_factory=dict)
+    text: TextParameters = TextParameters()
     include: list[str] = Field(default_factory=list)
     top_logprobs: int = Field(0, ge=0, le=MAX_TOP_LOG_PROBS)
     store: bool = True
@@ -94,6 +102,7 @@ class ResponsesCall:
         self.request = _turn_request(parameters)
         self.requests: tuple[TurnRequest, ...] = (self.request,)
         self._tool_choice = parameters.tool_choice or "auto"
+        self._format = parameters.text.format or {"type": "text"}
         self._model = model
         self._created_at = int(time.time())
         # Instructions may have megabytes, so their JSON is written once, when the request is read.
@@ -148,7 +157,7 @@ class ResponsesCall:
             "output": [],
             "parallel_tool_calls": False,
             "reasoning": {"effort": self.request.reasoning_effort, "summary": None},
-            "text": {"format": {"type": "text"}},
+            "text": {"format": self._format},
             "tool_choice": self._tool_choice,
             "truncation": "disabled",
             "usage": None,
@@ -159,7 +168,7 @@ class ResponsesCall:
 
 
 def _turn_request(parameters: ResponsesParameters) -> TurnRequest:
-    tools = []
+    functions = []
     for number, entry in enumerate(parameters.tools):
         where = f"tools[{number}]"
         tool = mapping(entry, where)
@@ -167,14 +176,17 @@ def _turn_request(parameters: ResponsesParameters) -> TurnRequest:
         # their calls.
         if tool.get("type") != "function":
             raise invalid_request(f"{tool.get('type')!r} is not supported. Use functions", where)
-        tools.append(parse_tool(tool, where))
+        functions.append(parse_tool(tool, where))
+    tools = offered(functions, _tool_choice(parameters.tool_choice))
+    schema = _answer_schema(parameters.text.format)
 
     log_probs = INCLUDED_LOG_PROBS in parameters.include
     if parameters.top_logprobs and not log_probs:
         raise invalid_request(f"needs {INCLUDED_LOG_PROBS!r} in include", "top_logprobs")
     return TurnRequest(
         messages=with_answers_in_order(_messages(parameters.input), ()),
-        tools=offered(tools, parameters.tool_choice),
+        tools=tools.tools,
+        constraint=build_constraint(tools, schema, "text.format"),
         instructions=parameters.instructions,
         previous_id=parameters.previous_response_id,
         reasoning_effort=parse_effort(parameters.reasoning.effort, "reasoning.effort"),
@@ -186,6 +198,28 @@ def _turn_request(parameters: ResponsesParameters) -> TurnRequest:
         top_log_probs=parameters.top_logprobs,
         is_stored=parameters.store,
     )
+
+
+def _tool_choice(choice: Any) -> Any:
+    """Return the choice in the form of ``offered``. Raises ApiError if it is unknown."""
+    if isinstance(choice, dict) and choice.get("type") != "function":
+        raise unsupported("tool_choice", f"{choice.get('type')!r} is not a function")
+    return choice
+
+
+def _answer_schema(text_format: Any) -> dict[str, Any] | None:
+    """Return the JSON schema of the answer. None for any text. Raises ApiError."""
+    if text_format is None:
+        return None
+    output = mapping(text_format, "text.format")
+    match output.get("type"):
+        case "text":
+            return None
+        case "json_object":
+            return {"type": "object"}
+        case "json_schema":
+            return parse_schema(output, "text.format")
+    raise invalid_request(f"the type {output.get('type')!r} is unknown", "text.format")
 
 
 def _messages(items: str | list[Any]) -> tuple[dict[str, Any], ...]:

@@ -22,8 +22,10 @@ from rl_loop.engines.protocol import (
     RolloutEngine,
     SamplingParams,
     TokenChoice,
+    constrains_tokens,
 )
 from rl_loop.gateway.answer import ReadTurn
+from rl_loop.gateway.constraint import NewMatcher, compile_constraint
 from rl_loop.gateway.errors import ApiError, invalid_content, unsupported
 from rl_loop.gateway.forest import TurnForest
 from rl_loop.gateway.jobs import RequestJob, RequestWorkers, SessionJobs, TurnJob
@@ -305,6 +307,7 @@ class ConversationSession:
 
         # The number is a part of the name, because requests with equal prompts and equal seeds of
         # the client would be the same request to the engine.
+        new_matcher = await self._compiled(request)
         name = str(number) if request.seed is None else f"{number}.{request.seed}"
         if observer is None and request.top_log_probs:
             observer = TurnObserver()
@@ -315,6 +318,7 @@ class ConversationSession:
                 max_new_tokens=request.max_new_tokens,
                 sampling=self._sampling(request),
                 routes_start=prompt.routes_start,
+                new_matcher=new_matcher,
             )
         top = _checked_top(observer, sampled.result, f"{self.name}/{name}") if observer else []
         turn = await self._read_turn(sampled.result, request, response_id)
@@ -351,6 +355,17 @@ class ConversationSession:
         if turn.format_error is not None:
             raise EpisodeOver(MalformedTurn(turn.format_error))
         return node
+
+    async def _compiled(self, request: TurnRequest) -> NewMatcher | None:
+        """Return the compiled constraint of a request. Raises ApiError."""
+        constraint = request.constraint
+        if constraint is None:
+            return None
+        # Another engine would ignore the constraint.
+        if not constrains_tokens(self._engine.engine):
+            raise unsupported(constraint.parameter, "the engine cannot constrain sampling")
+        # llguidance releases the interpreter while it compiles.
+        return await run_in_thread(compile_constraint, self._codec, constraint)
 
     @contextmanager
     def _observing(

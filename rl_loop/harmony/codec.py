@@ -5,8 +5,9 @@ unchanged, because rendering a parsed message gives other ids: the recipient mov
 channel.
 """
 
+import json
 import re
-from collections.abc import Container, Sequence
+from collections.abc import Container, Mapping, Sequence
 from functools import lru_cache
 from typing import Any, Literal
 
@@ -24,7 +25,7 @@ from openai_harmony import (
 from rl_loop.chat.codec import Effort, without_surrogates
 from rl_loop.chat.messages import FormatError, ParsedMessage, ToolOutput, TruncatedTurn
 from rl_loop.chat.open_calls import OpenCall
-from rl_loop.chat.tools import BuiltinTool, PythonTool, Tool, check_names
+from rl_loop.chat.tools import FUNCTIONS, BuiltinTool, PythonTool, Tool, check_names
 from rl_loop.harmony import chat_template
 from rl_loop.harmony.bounded_rendering import developer_text, takes_long
 from rl_loop.harmony.conversation import (
@@ -42,7 +43,12 @@ from rl_loop.harmony.prompt_prefix import system_message, with_tools
 from rl_loop.harmony.prompt_prefix_cache import PromptPrefixCache
 from rl_loop.harmony.sampled_turn import parse_turn
 from rl_loop.harmony.turn_reader import HarmonyReader
-from rl_loop.harmony.vocabulary import Vocabulary, harmony_encoding, special_id
+from rl_loop.harmony.vocabulary import (
+    SPECIAL_TOKENS,
+    Vocabulary,
+    harmony_encoding,
+    special_id,
+)
 
 __all__ = [
     "BuiltinTool",
@@ -428,6 +434,28 @@ class Harmony:
     def without_finished_analysis(self, ids: Sequence[int]) -> list[int]:
         """Leave out the analysis that led to earlier answers: see ``MessageFinder``."""
         return self._history.without_finished_analysis(ids)
+
+    def turn_grammar(self, answer: str | None, arguments: Mapping[str, str]) -> str:
+        """Return a grammar of turns: see ``ChatCodec``. Thoughts are one analysis message."""
+        tokens = {name: f"<[{self._special(name)[0]}]>" for name in SPECIAL_TOKENS}
+        channel, message = tokens["<|channel|>"], tokens["<|message|>"]
+        end, start = tokens["<|end|>"], tokens["<|start|>"]
+        rules = [
+            f'thoughts: {channel} "analysis" {message} TEXT {end} {start} "assistant"',
+            r"TEXT: /(.|\n)*/",
+        ]
+        turns = []
+        if answer is not None:
+            turns.append("answer")
+            rules.append(f'answer: {channel} "final" {message} json {tokens["<|return|>"]}')
+            rules.append(f"json: %json {answer}")
+        for number, (name, schema) in enumerate(arguments.items()):
+            header = json.dumps(f"commentary to={FUNCTIONS}{name} ", ensure_ascii=False)
+            written = f'{channel} {header} {tokens["<|constrain|>"]} "json" {message}'
+            turns.append(f"call_{number}")
+            rules.append(f"call_{number}: {written} arguments_{number} {tokens['<|call|>']}")
+            rules.append(f"arguments_{number}: %json {schema}")
+        return "\n".join([f"start: thoughts? ({' | '.join(turns)})", *rules])
 
     def turn_reader(self, recipients: Container[str], stop: Sequence[str]) -> HarmonyReader:
         """Return a reader of a turn that is being sampled: see ``ChatCodec``."""

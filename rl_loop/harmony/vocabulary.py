@@ -76,7 +76,8 @@ class GptOssVocabulary:
     def __init__(self) -> None:
         self.size = 201_088
         self.stop_token_ids: tuple[int, ...] = tuple(map(special_id, TURN_ENDS))
-        check_encodes_text(self, range(FIRST_SPECIAL_ID, self.size), SPECIAL_TOKENS)
+        self.special_ids = range(FIRST_SPECIAL_ID, self.size)
+        check_encodes_text(self, self.special_ids, SPECIAL_TOKENS)
 
     def encode_text(self, text: str) -> list[int]:
         """Encode plain text. "<|end|>" in it is seven characters, not the special token.
@@ -148,7 +149,8 @@ class TinyVocabulary:
 
         # This tokenizer has no special tokens, so text cannot become one.
         self._tokenizer = byte_pair_tokenizer(self._bytes)
-        check_encodes_text(self, range(first_special, size), names)
+        self.special_ids = range(first_special, size)
+        check_encodes_text(self, self.special_ids, names)
 
     def encode_text(self, text: str) -> list[int]:
         """Encode plain text. No part of it becomes a special token.

@@ -10,7 +10,7 @@ Every episode has one of four endings:
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import ClassVar, Self
@@ -18,7 +18,13 @@ from typing import ClassVar, Self
 from rl_loop.chat.codec import ChatCodec
 from rl_loop.config.episode import EpisodeLimits
 from rl_loop.data.trajectory import FinishReason, InvalidReason, Trajectory
-from rl_loop.engines.protocol import GenerateResult, ModelShape, RolloutEngine, SamplingParams
+from rl_loop.engines.protocol import (
+    GenerateResult,
+    ModelShape,
+    RolloutEngine,
+    SamplingParams,
+    TokenMatcher,
+)
 from rl_loop.environments.base import StepResult
 from rl_loop.infrastructure import InfrastructureError
 from rl_loop.rollout.episode_clock import EpisodeClock
@@ -184,6 +190,7 @@ class Episode:
         max_new_tokens: int | None = None,
         sampling: SamplingParams | None = None,
         routes_start: int = 0,
+        new_matcher: Callable[[Sequence[int]], TokenMatcher] | None = None,
     ) -> SampledTurn:
         """Sample a turn. The turn is not kept yet.
 
@@ -193,6 +200,7 @@ class Episode:
             max_new_tokens: limit of this turn in addition to the limits of the episode.
             sampling: sampling parameters of this turn. None for the parameters of the episode.
             routes_start: index of the first token whose experts are returned.
+            new_matcher: see ``TurnSampler.sample``.
 
         Raises:
             EpisodeOver: no tokens are left, or no time to sample a token.
@@ -203,7 +211,12 @@ class Episode:
             raise EpisodeOver(budget.limit)
 
         result = await self.sampler.sample(
-            name, prefix, budget.tokens, sampling, routes_start=routes_start
+            name,
+            prefix,
+            budget.tokens,
+            sampling,
+            routes_start=routes_start,
+            new_matcher=new_matcher,
         )
         # The engine returns no token only if the time ran out before the first one.
         if not result.output_ids:

@@ -20,6 +20,8 @@ class EpisodeDraft:
         self.turns: list[Turn] = []
         self.spliced: list[tuple[int, int]] = []
         """Token ranges that were sampled in another context."""
+        self.constrained: list[tuple[int, int]] = []
+        """Token ranges that were sampled under a constraint."""
         self.tool_calls = 0
         self.tool_errors = 0
         self.reusable_tokens = 0
@@ -112,6 +114,7 @@ class EpisodeDraft:
             tool_calls=self.tool_calls,
             tool_errors=self.tool_errors,
             spliced=self.spliced,
+            constrained=self.constrained,
             reusable_tokens=self.reusable_tokens,
             cached_tokens=self.cached_tokens,
         )

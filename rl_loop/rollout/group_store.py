@@ -258,6 +258,7 @@ def _read_trajectory(
             "turns": [Turn(**turn) for turn in values["turns"]],
             "finish_reason": FinishReason(values["finish_reason"]),
             "spliced": [(start, end) for start, end in values["spliced"]],
+            "constrained": [(start, end) for start, end in values["constrained"]],
             "branches": _read(values["branches"], f"{prefix}/branches", arrays),
         }
     )

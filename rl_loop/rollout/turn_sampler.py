@@ -5,8 +5,10 @@ Results are checked, and faults are retried.
 
 import asyncio
 import hashlib
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -18,6 +20,7 @@ from rl_loop.engines.protocol import (
     ModelShape,
     RolloutEngine,
     SamplingParams,
+    TokenMatcher,
     check_result,
     fault_in_log_probs,
 )
@@ -62,6 +65,7 @@ class TurnSampler:
         sampling: SamplingParams | None = None,
         *,
         routes_start: int = 0,
+        new_matcher: Callable[[Sequence[int]], TokenMatcher] | None = None,
     ) -> GenerateResult:
         """Sample one turn.
 
@@ -76,6 +80,8 @@ class TurnSampler:
             max_new_tokens: limit of the turn.
             sampling: sampling parameters of the turn. None for ``self.sampling``.
             routes_start: index of the first token whose experts are returned.
+            new_matcher: returns the constraint behind the first tokens of the turn. None to sample
+                freely.
 
         Raises:
             EngineError: the engine failed repeatedly.
@@ -90,7 +96,7 @@ class TurnSampler:
                 return replace(sampled, finish_reason=FinishReason.TIMEOUT)
 
             rest = await self._sample_rest(
-                f"{self.episode}/{turn}", prefix, sampled, room, sampling, routes_start
+                f"{self.episode}/{turn}", prefix, sampled, room, sampling, routes_start, new_matcher
             )
             if sampled.output_ids and rest.output_ids:
                 # All tokens except the last one were inputs before the abort.
@@ -147,6 +153,7 @@ class TurnSampler:
         room: int,
         sampling: SamplingParams | None,
         routes_start: int,
+        new_matcher: Callable[[Sequence[int]], TokenMatcher] | None,
     ) -> GenerateResult:
         """Sample at most ``room`` tokens after ``prefix`` and the ``begin`` of the turn."""
         done = begin.output_ids
@@ -164,6 +171,7 @@ class TurnSampler:
             seeded,
             return_routed_experts=self.routed_experts,
             routes_start=routes_start if self.routed_experts else 0,
+            new_matcher=None if new_matcher is None else partial(new_matcher, done),
         )
 
         for attempt, pause in enumerate((*FAULT_PAUSES, None), start=1):

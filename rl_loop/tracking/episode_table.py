@@ -61,6 +61,7 @@ CONTENTS = pa.schema(
         pa.field("turns", pa.list_(TURN), nullable=False),
         pa.field("weight_versions", pa.list_(VERSION_SPAN), nullable=False),
         pa.field("spliced", pa.list_(SPAN), nullable=False),
+        pa.field("constrained", pa.list_(SPAN), nullable=False),
         pa.field("token_ids", pa.list_(pa.int32()), nullable=False),
         pa.field("loss_mask", pa.list_(pa.bool_()), nullable=False),
         pa.field("rollout_log_probs", pa.list_(pa.float32()), nullable=False),
@@ -174,7 +175,7 @@ def episode_table(
             figure = FIGURE_OF[field.name]
             columns[field.name] = pa.array([figure(row) for row in rows], field.type)
 
-    for name in ("turns", "weight_versions", "spliced"):
+    for name in ("turns", "weight_versions", "spliced", "constrained"):
         spans = SPANS_OF[name]
         columns[name] = pa.array([spans(row) for row in rows], CONTENTS.field(name).type)
     for field in CONTENTS:
@@ -347,10 +348,15 @@ def _spliced(row: _EpisodeRow) -> list[dict[str, int]]:
     return [{"start": start, "end": end} for start, end in row.trajectory.spliced]
 
 
+def _constrained(row: _EpisodeRow) -> list[dict[str, int]]:
+    return [{"start": start, "end": end} for start, end in row.trajectory.constrained]
+
+
 SPANS_OF: dict[str, Callable[[_EpisodeRow], list[dict[str, Any]]]] = {
     "turns": _turns,
     "weight_versions": _weight_versions,
     "spliced": _spliced,
+    "constrained": _constrained,
 }
 """Functions that compute the columns of token ranges."""
 

@@ -41,6 +41,8 @@ class TransformersEngine:
     The engine owns the model: other code must not run or change it.
     """
 
+    constrains_tokens = True
+
     def __init__(
         self,
         model: PreTrainedModel,

@@ -1,5 +1,8 @@
 """Sampling from logits. Pure functions on tensors."""
 
+from collections.abc import Sequence
+
+import numpy as np
 import torch
 
 
@@ -18,6 +21,31 @@ def sampling_log_probs(logits: torch.Tensor, temperatures: torch.Tensor) -> torc
     # Greedy sampling has no temperature to divide by.
     scale = torch.where(temperatures == 0, 1.0, temperatures).to(logits.dtype)
     return torch.log_softmax(logits / scale[:, None], dim=-1)
+
+
+def allowed_log_probs(
+    log_probs: torch.Tensor, allowed: Sequence[np.ndarray | None]
+) -> torch.Tensor:
+    """Return the log-softmax over the allowed tokens of each row.
+
+    Args:
+        log_probs: [rows, vocab_size].
+        allowed: allowed tokens of each row, bool [vocab_size]. None for a row without a constraint,
+            which is returned unchanged.
+
+    Returns:
+        [rows, vocab_size], -inf for other tokens.
+    """
+    rows = [row for row, tokens in enumerate(allowed) if tokens is not None]
+    if not rows:
+        return log_probs
+    constrained = log_probs.clone()
+    for row in rows:
+        forbidden = ~torch.from_numpy(allowed[row]).to(log_probs.device)
+        masked = log_probs[row].masked_fill(forbidden, -torch.inf)
+        # The allowed tokens may all be so unlikely that their probabilities are 0 otherwise.
+        constrained[row] = torch.log_softmax(masked, dim=-1)
+    return constrained
 
 
 def sample(

@@ -13,12 +13,18 @@ from transformers import PreTrainedModel
 from gptoss_kernels.logits import fp32_logits
 from rl_loop.data.trajectory import FinishReason, WeightVersionSpan
 from rl_loop.engines.embedded.kv_cache import CacheSegment, RowCache, StepLayout, common_prefix
-from rl_loop.engines.embedded.sampling import likely_tokens, sample, sampling_log_probs
+from rl_loop.engines.embedded.sampling import (
+    allowed_log_probs,
+    likely_tokens,
+    sample,
+    sampling_log_probs,
+)
 from rl_loop.engines.protocol import (
     GenerateRequest,
     GenerateResult,
     NewTokens,
     TokenChoice,
+    TokenMatcher,
     check_routes,
 )
 
@@ -47,12 +53,19 @@ class RunningSequence:
     """Called on the engine's thread with each sampled token."""
     tokens: list[int] = field(init=False)
     """Tokens of the prompt and sampled tokens so far."""
+    matcher: TokenMatcher | None = field(init=False, default=None)
+    """Constraint on the sampled tokens."""
+    allowed: np.ndarray | None = field(init=False, default=None)
+    """Tokens that the constraint allows next, bool [vocab]."""
     uniforms: list[float] = field(init=False)
     """Random number in [0, 1) for each token, drawn in advance."""
 
     def __post_init__(self) -> None:
         sampling = self.request.sampling
         self.tokens = list(self.request.input_ids)
+        if self.request.new_matcher is not None:
+            self.matcher = self.request.new_matcher()
+            self.allowed = self.matcher.allowed()
 
         # One number per token, independent of other sequences.
         generator = torch.Generator()
@@ -70,6 +83,9 @@ class RunningSequence:
             token: sampled token.
             log_prob: its log-prob, in nats.
             likely: most likely tokens of its position, as many as requested.
+
+        Raises:
+            RuntimeError: if the constraint cannot be evaluated for the next token.
         """
         self.tokens.append(token)
         self.log_probs.append(log_prob)
@@ -80,6 +96,9 @@ class RunningSequence:
             return FinishReason.STOP
         if len(self.log_probs) == self.request.sampling.max_new_tokens:
             return FinishReason.LENGTH
+        if self.matcher is not None:
+            self.matcher.accept([token])
+            self.allowed = self.matcher.allowed()
         return None
 
 
@@ -189,7 +208,12 @@ class SequenceScheduler:
 
         # From the end, because the last row moves into the gap of a row that ends.
         for row in reversed(range(len(tokens))):
-            reason = self._running[row].append(tokens[row], log_probs[row], likely[row])
+            try:
+                reason = self._running[row].append(tokens[row], log_probs[row], likely[row])
+            # Only this sequence has the constraint. The others continue.
+            except RuntimeError as error:
+                self._finish(row, FinishReason.ABORT, error)
+                continue
             if reason is not None:
                 self._finish(row, reason)
 
@@ -236,7 +260,7 @@ class SequenceScheduler:
 
         log_probs = sampling_log_probs(logits, temperatures)
         tokens = sample(
-            log_probs,
+            allowed_log_probs(log_probs, [sequence.allowed for sequence in self._running]),
             uniforms=torch.tensor(uniforms, dtype=torch.float64, device=device),
             greedy=greedy,
             top_ps=top_ps,
@@ -318,14 +342,23 @@ class SequenceScheduler:
                 best_length = shared
         return best_row, best_length
 
-    def _finish(self, row: int, reason: FinishReason) -> None:
-        """Return the result of one row's sequence, and move the last sequence into its row."""
+    def _finish(self, row: int, reason: FinishReason, error: Exception | None = None) -> None:
+        """Return the result of one row's sequence, and move the last sequence into its row.
+
+        Args:
+            row: row of the sequence.
+            reason: its finish reason.
+            error: exception in place of a result. None if there is none.
+        """
         sequence = self._running[row]
         last = self._running[-1]
 
         # Keys, values and expert indices exist for all tokens except the last sampled one.
         processed = sequence.tokens[:-1]
-        self._answer(sequence, reason, self._cache.routes[row, : len(processed)])
+        if error is None:
+            self._answer(sequence, reason, self._cache.routes[row, : len(processed)])
+        elif sequence.future.set_running_or_notify_cancel():
+            sequence.future.set_exception(error)
 
         self._running[row] = last
         self._running.pop()

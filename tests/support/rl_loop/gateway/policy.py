@@ -107,9 +107,11 @@ class Script:
         )
         mute = nothing.then(self.prompt("Think"), sampled=False)
         mute = mute.then(self.comments_only(), sampled=True)
+        offered = nothing.then(self.prompt("Hi", (ADD,)), sampled=False)
+        offered = offered.then(self.says("Hello", thinks=True), sampled=True)
         brief = nothing.then(self.prompt("Hi", instructions="Be brief."), sampled=False)
         brief = brief.then(self.says("Yo"), sampled=True)
-        return [more, again, shortened, summed, counted, cut, broken, mute, brief]
+        return [more, again, shortened, summed, counted, cut, broken, mute, brief, offered]
 
 
 def tiny_config(vocabulary_size: int) -> GptOssConfig:

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator, Iterable, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import openai
@@ -40,6 +40,8 @@ class EngineCall:
 @dataclass
 class RecordingEngine:
     """An engine that records its results before any other code receives them."""
+
+    constrains_tokens: ClassVar[bool] = True
 
     engine: TransformersEngine
     begun: list[GenerateRequest] = field(default_factory=list)

@@ -1,0 +1,276 @@
+"""Required calls and JSON schemas: what is sampled, and how it is marked in the training data."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import jsonschema
+import numpy as np
+import openai
+import pytest
+import torch
+from transformers import GptOssForCausalLM
+
+from rl_loop.algorithms.config import AlgorithmConfig
+from rl_loop.chat.codec import ChatCodec
+from rl_loop.chat.messages import ParsedMessage
+from rl_loop.chat.tools import Tool
+from rl_loop.chatml.codec import ChatMl
+from rl_loop.chatml.prompt_config import ChatMlConfig
+from rl_loop.chatml.vocabulary import tiny_vocabulary
+from rl_loop.data.samples import to_samples
+from rl_loop.data.trajectory import Trajectory, TrajectoryGroup
+from rl_loop.engines.embedded.sampling import allowed_log_probs, sample
+from rl_loop.gateway.constraint import GrammarError, compile_constraint
+from rl_loop.gateway.request import TurnConstraint
+from rl_loop.harmony.codec import Harmony
+from tests.support.rl_loop.gateway.chats import TOOLS, say
+from tests.support.rl_loop.gateway.policy import ADD, ARGUMENTS
+from tests.support.rl_loop.gateway.scripted import talking
+from tests.support.rl_loop.gateway.serving import check_capture, serving
+
+pytest.importorskip("llguidance")
+
+HI: list[Any] = [{"role": "user", "content": "Hi"}]
+SUM: list[Any] = [{"role": "user", "content": "1+1"}]
+SCHEMA: dict[str, Any] = {
+    "type": "object",
+    "properties": {"word": {"enum": ["Hello", "Bye"]}, "sure": {"type": "boolean"}},
+    "required": ["word", "sure"],
+    "additionalProperties": False,
+}
+FORMAT = {"type": "json_schema", "json_schema": {"name": "greeting", "schema": SCHEMA}}
+NAMED = {"type": "function", "function": {"name": "add"}}
+
+
+# ---- with the embedded engine
+
+
+def test_answer_has_the_schema_and_is_marked(tiny: Harmony, model: GptOssForCausalLM) -> None:
+    async def run() -> None:
+        async with serving(tiny, model) as served, served.client() as client:
+            assert (await say(client, HI)).content == "Hello"
+            message = await say(client, HI, response_format=FORMAT)
+            jsonschema.validate(json.loads(message.content), SCHEMA)
+            # The thoughts before the answer are free.
+            assert message.reasoning == "ok"
+
+            free, constrained = served.trajectories()
+            check_capture(served, [free, constrained])
+            assert free.constrained == []
+            prompt = int(np.argmax(constrained.loss_mask))
+            assert constrained.constrained == [(prompt, len(constrained))]
+            # The log-probs are those of the policy, which would not write this.
+            assert constrained.rollout_log_probs.min() < -3
+            assert free.rollout_log_probs.min() > -1
+            assert spliced(constrained).tolist() == constrained.loss_mask.tolist()
+
+    asyncio.run(run())
+
+
+def spliced(trajectory: Trajectory) -> np.ndarray:
+    """Return the column of a training sample."""
+    groups = [TrajectoryGroup(trajectory.task_id, [trajectory])]
+    samples = to_samples(groups, AlgorithmConfig(), version=1)
+    assert samples.is_spliced is not None
+    return samples.is_spliced
+
+
+@pytest.mark.parametrize("choice", ["required", NAMED])
+def test_call_is_required(tiny: Harmony, model: GptOssForCausalLM, choice: Any) -> None:
+    async def run() -> None:
+        async with serving(tiny, model) as served, served.client() as client:
+            assert (await say(client, HI, tools=TOOLS)).content == "Hello"
+            again = await say(client, HI, tools=TOOLS, tool_choice=choice)
+            assert again.content is None
+            [function] = [entry.function for entry in again.tool_calls]
+            assert function.name == "add"
+            jsonschema.validate(json.loads(function.arguments), ADD.parameters)
+
+            # Only the required turn is marked.
+            free, required = served.trajectories()
+            assert free.constrained == []
+            assert required.constrained == [(required.turns[-1].start, len(required))]
+
+    asyncio.run(run())
+
+
+def test_schema_allows_a_call_if_tools_are_offered(tiny: Harmony, model: GptOssForCausalLM) -> None:
+    async def run() -> None:
+        async with serving(tiny, model) as served, served.client() as client:
+            message = await say(client, SUM, tools=TOOLS, response_format=FORMAT)
+            assert message.tool_calls[0].function.arguments == ARGUMENTS
+
+    asyncio.run(run())
+
+
+def test_streamed_and_plain_answers_are_equal(tiny: Harmony, model: GptOssForCausalLM) -> None:
+    async def run() -> None:
+        async with serving(tiny, model) as served, served.client() as client:
+            plain = await say(client, HI, response_format=FORMAT)
+            stream = await client.chat.completions.create(
+                model="any", messages=HI, response_format=FORMAT, stream=True
+            )
+            texts = [chunk.choices[0].delta.content or "" async for chunk in stream]
+            assert "".join(texts) == plain.content
+            assert sum(bool(text) for text in texts) > 1
+
+            response = await client.responses.create(
+                model="any",
+                input="Hi",
+                text={"format": {"type": "json_schema", "name": "x", "schema": SCHEMA}},
+            )
+            assert response.output_text == plain.content
+            assert response.text is not None and response.text.format is not None
+            assert response.text.format.type == "json_schema"
+
+    asyncio.run(run())
+
+
+def test_constraint_continues_after_a_weight_sync(tiny: Harmony, model: GptOssForCausalLM) -> None:
+    async def run() -> None:
+        async with serving(tiny, model) as served, served.client() as client:
+            plain = await say(client, HI, response_format=FORMAT)
+            asked = asyncio.create_task(say(client, HI, response_format=FORMAT))
+            while len(served.engine.begun) < 2:
+                await asyncio.sleep(0)
+            await asyncio.sleep(0.05)
+            await served.engine.sync_weights(model.named_parameters(), 2)
+            assert (await asked).content == plain.content
+            assert len(served.engine.begun) > 2
+
+    asyncio.run(run())
+
+
+# ---- requests
+
+
+def test_unsupported_schema_is_refused_before_sampling(
+    tiny: Harmony, model: GptOssForCausalLM
+) -> None:
+    unsupported = {"type": "array", "uniqueItems": True}
+    wrong: list[Any] = [
+        {"type": "json_schema", "json_schema": {"name": "x", "schema": unsupported}},
+        {"type": "json_schema", "json_schema": {"name": "x"}},
+        {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "nope"}}},
+        {"type": "json_schema"},
+        "json",
+    ]
+
+    async def run() -> None:
+        async with serving(tiny, model) as served, served.client(max_retries=0) as client:
+            for response_format in wrong:
+                with pytest.raises(openai.BadRequestError) as refusal:
+                    await say(client, HI, response_format=response_format)
+                assert str(refusal.value.param).startswith("response_format")
+            for choice in ("required", NAMED):
+                with pytest.raises(openai.BadRequestError) as refusal:
+                    await say(client, HI, tool_choice=choice)
+                assert refusal.value.param == "tool_choice"
+            assert served.engine.begun == []
+            assert served.session.end is None
+
+    asyncio.run(run())
+
+
+def test_engine_without_constraints_refuses_them(tiny: Harmony) -> None:
+    async def run() -> None:
+        async with talking(tiny, []) as talk:
+            with pytest.raises(openai.BadRequestError, match="cannot constrain") as refusal:
+                await say(talk.client, HI, response_format={"type": "json_object"})
+            assert refusal.value.code == "unsupported_parameter"
+            assert refusal.value.param == "response_format"
+            assert talk.policy.requests == []
+
+    asyncio.run(run())
+
+
+# ---- grammars
+
+
+@pytest.fixture(scope="module")
+def chatml() -> ChatMl:
+    return ChatMl(tiny_vocabulary(600, "Hello Bye word sure"), ChatMlConfig())
+
+
+def turn(codec: ChatCodec, *messages: ParsedMessage) -> list[int]:
+    return codec.render_assistant(messages)
+
+
+def answer(text: str) -> ParsedMessage:
+    return ParsedMessage("final", None, None, text)
+
+
+def call(name: str, arguments: str) -> ParsedMessage:
+    return ParsedMessage("commentary", f"functions.{name}", "<|constrain|>json", arguments)
+
+
+GREETING = '{"word": "Bye", "sure": true}'
+THOUGHT = ParsedMessage("analysis", None, None, "H<|end|>\nm")
+BOTH = TurnConstraint("x", SCHEMA, (ADD, Tool("größe-1.x", "", None)))
+REQUIRED = TurnConstraint("x", None, BOTH.tools)
+
+
+@pytest.mark.parametrize("format", ["harmony", "chatml"])
+def test_grammar_accepts_exactly_the_allowed_turns(
+    tiny: Harmony, chatml: ChatMl, format: str
+) -> None:
+    codec: ChatCodec = tiny if format == "harmony" else chatml
+    adds = turn(codec, call("add", ARGUMENTS))
+    free = turn(codec, call("größe-1.x", '{"a": [{}]}'))
+    greets = turn(codec, answer(GREETING))
+    cases = [
+        (BOTH, greets, True),
+        (BOTH, adds, True),
+        (BOTH, free, True),
+        (BOTH, turn(codec, answer("Hello")), False),
+        (BOTH, turn(codec, answer('{"word": "Bye"}')), False),
+        (BOTH, turn(codec, call("add", '{"a": 1}')), False),
+        (BOTH, turn(codec, call("other", ARGUMENTS)), False),
+        (REQUIRED, adds, True),
+        (REQUIRED, greets, False),
+    ]
+    if format == "harmony":
+        cases += [
+            (BOTH, turn(codec, THOUGHT, answer(GREETING)), True),
+            (REQUIRED, turn(codec, THOUGHT, call("add", ARGUMENTS)), True),
+            (REQUIRED, turn(codec, THOUGHT), False),
+        ]
+    for constraint, ids, is_allowed in cases:
+        new_matcher = compile_constraint(codec, constraint)
+        matcher = new_matcher([])
+        allowed = []
+        for token in ids:
+            allowed.append(bool(matcher.allowed()[token]))
+            if not allowed[-1]:
+                break
+            matcher.accept([token])
+        assert all(allowed) == is_allowed, (constraint, codec.decode(ids))
+        if is_allowed:
+            # An interrupted turn continues behind its first tokens.
+            half = len(ids) // 2
+            continued = new_matcher(ids[:half])
+            assert continued.allowed()[ids[half]]
+            continued.accept(ids[half:])
+        else:
+            with pytest.raises(GrammarError):
+                new_matcher(ids)
+
+
+def test_unlikely_allowed_token_is_sampled() -> None:
+    log_probs = torch.log_softmax(torch.tensor([[0.0, -5000.0, -5001.0], [0.0, 1.0, 2.0]]), -1)
+    masked = allowed_log_probs(log_probs, [np.array([False, True, True]), None])
+    assert masked[0].exp().tolist() == pytest.approx([0.0, 0.7311, 0.2689], abs=1e-3)
+    assert torch.equal(masked[1], log_probs[1])
+    for greedy in (False, True):
+        for uniform in (0.0, 0.5, 0.9999):
+            tokens = sample(
+                masked,
+                torch.tensor([uniform, 0.0], dtype=torch.float64),
+                torch.tensor([greedy, greedy]),
+                torch.tensor([1.0, 1.0], dtype=torch.float64),
+            )
+            expected = 1 if greedy or uniform < 0.9 else 2
+            assert tokens[0] == expected
