@@ -78,9 +78,8 @@ def compile_constraint(codec: ChatCodec, constraint: TurnConstraint) -> NewMatch
     try:
         from llguidance import LLMatcher
     except ImportError:
-        raise unsupported(
-            constraint.parameter, "constrained decoding needs the package llguidance"
-        ) from None
+        message = "it needs llguidance, the extra `constraints` of the server"
+        raise unsupported(constraint.parameter, message) from None
 
     schema = None if constraint.schema is None else _with_options(constraint.schema)
     arguments = {

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import json
-from typing import Any
+from collections.abc import Awaitable, Callable
+from functools import partial
+from typing import Any, Literal
 
 import jsonschema
 import numpy as np
 import openai
 import pytest
 import torch
+from agents import Agent, RunConfig, Runner
+from agents.models.openai_provider import OpenAIProvider
+from pydantic import BaseModel
 from transformers import GptOssForCausalLM
 
 from rl_loop.algorithms.config import AlgorithmConfig
@@ -29,7 +34,7 @@ from rl_loop.harmony.codec import Harmony
 from tests.support.rl_loop.gateway.chats import TOOLS, say
 from tests.support.rl_loop.gateway.policy import ADD, ARGUMENTS
 from tests.support.rl_loop.gateway.scripted import talking
-from tests.support.rl_loop.gateway.serving import check_capture, serving
+from tests.support.rl_loop.gateway.serving import Served, check_capture, serving
 
 pytest.importorskip("llguidance")
 
@@ -140,6 +145,63 @@ def test_constraint_continues_after_a_weight_sync(tiny: Harmony, model: GptOssFo
             await served.engine.sync_weights(model.named_parameters(), 2)
             assert (await asked).content == plain.content
             assert len(served.engine.begun) > 2
+
+    asyncio.run(run())
+
+
+class Greeting(BaseModel):
+    """Answer that clients ask for."""
+
+    word: Literal["Hello", "Bye"]
+    sure: bool
+
+
+async def parsed_chat(served: Served) -> Any:
+    async with served.client() as client:
+        completion = await client.chat.completions.parse(
+            model="any", messages=HI, response_format=Greeting
+        )
+        return completion.choices[0].message.parsed
+
+
+async def parsed_response(served: Served) -> Any:
+    async with served.client() as client:
+        response = await client.responses.parse(model="any", input="Hi", text_format=Greeting)
+        return response.output_parsed
+
+
+async def output_of_agent(served: Served, *, use_responses: bool) -> Any:
+    async with served.client() as client:
+        provider = OpenAIProvider(openai_client=client, use_responses=use_responses)
+        agent = Agent(name="greeter", output_type=Greeting)
+        config = RunConfig(model_provider=provider, tracing_disabled=True)
+        return (await Runner.run(agent, "Hi", run_config=config)).final_output
+
+
+async def output_of_langchain(served: Served) -> Any:
+    langchain = pytest.importorskip("langchain_openai")
+    model = langchain.ChatOpenAI(
+        model="any", base_url=served.gateway.base_url, api_key=served.session.api_key
+    )
+    return await model.with_structured_output(Greeting, method="json_schema").ainvoke("Hi")
+
+
+@pytest.mark.parametrize(
+    "ask",
+    [
+        parsed_chat,
+        parsed_response,
+        partial(output_of_agent, use_responses=False),
+        partial(output_of_agent, use_responses=True),
+        output_of_langchain,
+    ],
+)
+def test_clients_get_objects(
+    tiny: Harmony, model: GptOssForCausalLM, ask: Callable[[Served], Awaitable[Any]]
+) -> None:
+    async def run() -> None:
+        async with serving(tiny, model) as served:
+            assert isinstance(await ask(served), Greeting)
 
     asyncio.run(run())
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import importlib.util
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -208,6 +209,29 @@ def test_field_without_a_row_is_refused(tiny: Harmony, model: GptOssForCausalLM)
                 assert refusal.value.param == "typo"
             with pytest.raises(openai.BadRequestError, match=r"text\.typo"):
                 await send(served, "responses", body_with("responses", "text.typo", 1))
+
+    asyncio.run(run())
+
+
+def test_constraint_is_refused_without_llguidance(
+    tiny: Harmony, model: GptOssForCausalLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # None makes the import fail.
+    monkeypatch.setitem(sys.modules, "llguidance", None)
+
+    async def run() -> None:
+        async with serving(tiny, model, SERVING) as served:
+            for dialect in ROWS:
+                for row in ROWS[dialect]:
+                    if not row.is_constraint:
+                        continue
+                    body = body_with(dialect, row.name, row.example)
+                    body |= NEEDED[dialect].get(row.name, {})
+                    with pytest.raises(openai.BadRequestError, match="llguidance") as refusal:
+                        await send(served, dialect, body)
+                    error = refusal.value
+                    assert (error.code, error.param) == ("unsupported_parameter", row.name)
+            assert served.engine.begun == []
 
     asyncio.run(run())
 
