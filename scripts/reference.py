@@ -27,6 +27,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from rl_loop.config.run import RlConfig, SftConfig
+from rl_loop.gateway.answer_fields import ANSWERS, AnswerFields
 from rl_loop.gateway.fields import (
     CHAT_FIELDS,
     COMPLETION_FIELDS,
@@ -366,7 +367,7 @@ def _signature(function: Any) -> str:
 def openai_page() -> str:
     """Return the page with every field of requests to the gateway."""
     lines = [
-        "<!-- Made by scripts/reference.py from rl_loop/gateway/fields.py: change that. -->",
+        "<!-- Made by scripts/reference.py from rl_loop/gateway/fields.py and answer_fields.py: change them. -->",
         "# Fields of OpenAI's API",
         "",
         "Fields of requests to the [gateway](../gateway.md) and `gptoss serve`. Tests send every row with OpenAI's",
@@ -380,7 +381,26 @@ def openai_page() -> str:
     }
     for title, rows in dialects.items():
         lines += ["", f"## {title}", "", *_field_lines(rows)]
+    lines += [
+        "",
+        "## Answers",
+        "",
+        "An empty field is absent, null, `[]` or `{}`, and so are all fields in it. Tests compare every row with",
+        "answers of the embedded engine, and the rows with the fields of OpenAI's Python client.",
+    ]
+    for title, answer in ANSWERS.items():
+        lines += ["", f"### {title}", "", *_answer_lines(answer)]
     return "\n".join(lines) + "\n"
+
+
+def _answer_lines(rows: AnswerFields) -> list[str]:
+    lines = ["| field | value | note |", "|---|---|---|"]
+    for row in rows.values():
+        value = "set" if row.is_set else "empty"
+        if row.is_extension:
+            value += ", extension"
+        lines.append(f"| `{row.name}` | {value} | {row.note} |")
+    return lines
 
 
 def _field_lines(rows: RequestFields) -> list[str]:

@@ -81,6 +81,7 @@ class GrowingMessage:
 
     def delta(self, text: str) -> MessageDelta:
         """Return a delta with the tokens that begin in the text so far."""
+        # The decoder keeps the bytes of an incomplete character, which are not in the text yet.
         decoded = self._passed - len(self._decoder.getstate()[0])
         tokens = []
         while self._waiting and self._waiting[0][0] < decoded:
