@@ -6,6 +6,7 @@ llguidance parses the tokens with a grammar of the chat format. It is an optiona
 import json
 from collections.abc import Callable, Sequence
 from functools import partial
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
@@ -63,6 +64,15 @@ class GrammarMatcher:
 
 type NewMatcher = Callable[[Sequence[int]], TokenMatcher]
 """Returns the matcher of a turn behind its first tokens."""
+
+
+def prepare_constraints(codec: ChatCodec) -> None:
+    """Load the vocabulary for constraints, if llguidance is installed.
+
+    It blocks other threads for a second with GPT-OSS's vocabulary, so it is done before requests.
+    """
+    if find_spec("llguidance") is not None:
+        _tokenizer(codec.vocabulary)
 
 
 def compile_constraint(codec: ChatCodec, constraint: TurnConstraint) -> NewMatcher:
@@ -149,7 +159,7 @@ _tokenizers: "WeakKeyDictionary[Vocabulary, LLTokenizer]" = WeakKeyDictionary()
 
 
 def _tokenizer(vocabulary: Vocabulary) -> "LLTokenizer":
-    """Return the tokens of a vocabulary for llguidance. The first call takes seconds for GPT-OSS."""
+    """Return the tokens of a vocabulary for llguidance."""
     from llguidance import LLTokenizer, TokenizerWrapper
 
     if vocabulary not in _tokenizers:

@@ -14,11 +14,12 @@ from typing import Any
 from aiohttp import web
 
 from rl_loop.chat.codec import ChatCodec
-from rl_loop.engines.protocol import ModelShape, RolloutEngine
+from rl_loop.engines.protocol import ModelShape, RolloutEngine, constrains_tokens
 from rl_loop.gateway.body import MAX_BODY_BYTES, SHORT_BODY_BYTES, parse_json, read_body
 from rl_loop.gateway.chat import ChatCall
 from rl_loop.gateway.completions import CompletionCall
 from rl_loop.gateway.connections import OpenConnections, server_options
+from rl_loop.gateway.constraint import prepare_constraints
 from rl_loop.gateway.errors import ApiError, ErrorCode
 from rl_loop.gateway.jobs import ReadJob, RequestWorkers
 from rl_loop.gateway.node import TurnNode
@@ -150,6 +151,8 @@ class Gateway:
 
     async def start(self) -> None:
         """Listen. Raises OSError naming the address if that is not possible."""
+        if constrains_tokens(self._engine):
+            prepare_constraints(self._codec)
         # Clients append the path to ``base_url``, which ends with /v1.
         app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[self._answer])
         app.router.add_post("/v1/chat/completions", self._chat)

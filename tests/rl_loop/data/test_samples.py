@@ -71,6 +71,14 @@ def test_sampled_tokens_have_staleness_and_spliced_ones_none() -> None:
     assert max_staleness(samples) == 3
 
 
+def test_constrained_tokens_are_marked_and_keep_their_staleness() -> None:
+    old = episode("a", 6, version=4, constrained=[(3, 5)], spliced=[(5, 6)])
+    samples = to_samples(groups(old), STALE, version=5)
+    assert samples.is_spliced is not None and samples.staleness is not None
+    assert np.flatnonzero(samples.is_spliced).tolist() == [3, 4, 5]
+    assert samples.staleness.tolist() == [0, 0, 1, 1, 1, 0]
+
+
 def test_future_weight_versions_are_rejected() -> None:
     for config in (ON_POLICY, STALE):
         with pytest.raises(OffPolicyError, match="task a: the engine reports weight version 6"):

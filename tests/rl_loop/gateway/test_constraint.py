@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
 
@@ -28,11 +29,12 @@ from rl_loop.chatml.vocabulary import tiny_vocabulary
 from rl_loop.data.samples import to_samples
 from rl_loop.data.trajectory import Trajectory, TrajectoryGroup
 from rl_loop.engines.embedded.sampling import allowed_log_probs, sample
+from rl_loop.engines.protocol import GenerateRequest, GenerateResult, SamplingParams
 from rl_loop.gateway.constraint import GrammarError, compile_constraint
 from rl_loop.gateway.request import TurnConstraint
 from rl_loop.harmony.codec import Harmony
 from tests.support.rl_loop.gateway.chats import TOOLS, say
-from tests.support.rl_loop.gateway.policy import ADD, ARGUMENTS
+from tests.support.rl_loop.gateway.policy import ADD, ARGUMENTS, Script, build_engine
 from tests.support.rl_loop.gateway.scripted import talking
 from tests.support.rl_loop.gateway.serving import Served, check_capture, serving
 
@@ -202,6 +204,45 @@ def test_clients_get_objects(
     async def run() -> None:
         async with serving(tiny, model) as served:
             assert isinstance(await ask(served), Greeting)
+
+    asyncio.run(run())
+
+
+class BrokenMatcher:
+    """A constraint that allows two tokens and then fails."""
+
+    def __init__(self, size: int) -> None:
+        self._mask = np.ones(size, dtype=np.bool_)
+        self._accepted = 0
+
+    def allowed(self) -> np.ndarray:
+        return self._mask
+
+    def accept(self, tokens: Sequence[int]) -> None:
+        self._accepted += len(tokens)
+        if self._accepted > 2:
+            raise RuntimeError("too complex")
+
+
+def test_failed_constraint_ends_only_its_request(
+    tiny: Harmony, model: GptOssForCausalLM, script: Script
+) -> None:
+    size = tiny.vocabulary.size
+    sampling = SamplingParams(20, temperature=0.0, stop_token_ids=tiny.stop_token_ids)
+    free = GenerateRequest("a/0/0", script.prompt("Hi"), sampling)
+    broken = replace(free, request_id="b/0/0", new_matcher=lambda: BrokenMatcher(size))
+
+    async def run() -> None:
+        engine = await build_engine(model)
+        try:
+            results = await asyncio.gather(
+                engine.generate(broken), engine.generate(free), return_exceptions=True
+            )
+            assert isinstance(results[0], RuntimeError) and "too complex" in str(results[0])
+            assert isinstance(results[1], GenerateResult)
+            assert results[1].output_ids == script.says("Hello", thinks=True)
+        finally:
+            await engine.close()
 
     asyncio.run(run())
 

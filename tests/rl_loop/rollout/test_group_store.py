@@ -37,6 +37,7 @@ EPISODE = Trajectory(
     format_error="channel",
     excluded=True,
     spliced=[(1, 2)],
+    constrained=[(3, 4)],
     reusable_tokens=9,
     cached_tokens=8,
     answer="42",
