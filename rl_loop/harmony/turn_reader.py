@@ -69,6 +69,8 @@ class HarmonyReader:
             self._begin_message(deltas)
 
     def _begin_message(self, deltas: list[MessageDelta]) -> None:
+        # The prompt ends with this header, so the parser expects ids without it. Every further
+        # message of the turn has to begin with it.
         begin = self._assistant_header
         message = None
         if self._header[: len(begin)] == begin:
@@ -82,10 +84,14 @@ class HarmonyReader:
             self._messages, message, markers=self._stops if is_text else ()
         )
         self._messages += 1
+        # An empty delta begins the message for the client, with the name and id of a call, although
+        # its first text may be held back for long.
         deltas.append(self._current.delta(""))
 
     def _parsed_header(self, header: list[int]) -> ParsedMessage | None:
         """Return the message of a header, without text. None if it is malformed."""
+        # Parsed as a turn with an empty message. Only the end token says whether the message is a
+        # call, so try both.
         for end in self._ends:
             messages = parse_turn(self._vocabulary.to_harmony([*header, end]))
             if not isinstance(messages, FormatError):
@@ -103,8 +109,10 @@ class HarmonyReader:
         if token == self._end or token in self._ends:
             self._current = None
             self._header = []
+            # ``<|end|>`` ends a message. The other two end the turn.
             self._is_over = token != self._end
             return current.end()
+        # A message without an end is malformed. The parser of the complete turn decides about it.
         if token == self._start or token == self._message:
             self._is_over = True
             return []
