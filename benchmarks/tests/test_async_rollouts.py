@@ -184,7 +184,7 @@ def test_simulation_command_prints_table_and_draws_charts(
 
 
 def test_planned_step_seconds_match_the_simulated_loop() -> None:
-    workload, costs = Workload(steps=40), Costs(rollouts_over_training=2.0)
+    workload, costs = Workload(steps=20), Costs(rollouts_over_training=2.0)
     speed = training_speed(workload, costs)
 
     def simulate(staleness: int) -> Simulation:

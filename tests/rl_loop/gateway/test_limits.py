@@ -135,24 +135,23 @@ TOO_MUCH: list[tuple[str, Any, int, str]] = [
 ]
 
 
-@pytest.mark.parametrize(("path", "body", "status", "named"), TOO_MUCH)
-def test_request_beyond_a_limit_is_rejected_and_names_the_field(
-    full: Harmony, path: str, body: Any, status: int, named: str
-) -> None:
+def test_request_beyond_a_limit_is_rejected_and_names_the_field(full: Harmony) -> None:
     async def run() -> None:
-        async with talking(full, [FINAL]) as talk, aiohttp.ClientSession() as http:
+        turns = [FINAL] * len(TOO_MUCH)
+        async with talking(full, turns) as talk, aiohttp.ClientSession() as http:
             headers = {"Authorization": f"Bearer {talk.session.api_key}"}
-            url = f"{talk.gateway.base_url}/{path}"
-            async with http.post(url, data=json.dumps(body), headers=headers) as answer:
-                assert answer.status == status
-                error = (await answer.json())["error"]
-                assert named in error["message"] or named == error["param"]
-                assert len(error["message"]) <= 1000
-            assert talk.policy.requests == []
-            # The gateway still serves this client and others.
-            create: Any = talk.client.chat.completions.create
-            completion = await create(model="m", messages=[{"role": "user", "content": "q"}])
-            assert completion.choices[0].message.content == "done"
+            for count, (path, body, status, named) in enumerate(TOO_MUCH):
+                url = f"{talk.gateway.base_url}/{path}"
+                async with http.post(url, data=json.dumps(body), headers=headers) as answer:
+                    assert answer.status == status, (named, await answer.text())
+                    error = (await answer.json())["error"]
+                    assert named in error["message"] or named == error["param"]
+                    assert len(error["message"]) <= 1000
+                assert len(talk.policy.requests) == count
+                # The gateway still serves this client and others.
+                create: Any = talk.client.chat.completions.create
+                completion = await create(model="m", messages=[{"role": "user", "content": "q"}])
+                assert completion.choices[0].message.content == "done"
 
     asyncio.run(run())
 
