@@ -4,37 +4,40 @@ from __future__ import annotations
 
 import json
 import subprocess
-import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from benchmarks.train.passes import PassClock, Step, episode_lengths, median_times
+from megatron_gptoss import step_clock
 from tests.support.forked_workers import forked_python
 
 ROOT = Path(__file__).parents[2]
 
 
-def test_passes_are_timed_separately_from_communication() -> None:
+def test_passes_are_timed_separately_from_communication(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 0.0
+    monkeypatch.setattr(step_clock, "time", SimpleNamespace(perf_counter=lambda: now))
     clock = PassClock()
     clock.begin()
     for seconds in (0.02, 0.04):
         clock.enter("forward")
-        time.sleep(seconds)
+        now += seconds
         clock.enter("communication")
-        time.sleep(0.03)
+        now += 0.03
         clock.leave()
-        time.sleep(seconds)
+        now += seconds
         clock.leave()
         clock.enter("backward")
-        time.sleep(0.01)
+        now += 0.01
         clock.leave()
     parts = clock.end()
-    assert clock.passes["forward"] == [pytest.approx(0.04, abs=0.02), pytest.approx(0.08, abs=0.02)]
-    assert len(clock.passes["backward"]) == 2
+    assert clock.passes["forward"] == pytest.approx([0.04, 0.08])
+    assert clock.passes["backward"] == pytest.approx([0.01, 0.01])
     for name, seconds in clock.passes.items():
         assert sum(seconds) == pytest.approx(parts[name])
-    assert parts["communication"] >= 0.06
+    assert parts["communication"] == pytest.approx(0.06)
 
 
 def test_episodes_have_different_lengths_and_fill_the_step() -> None:

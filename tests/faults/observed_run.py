@@ -301,7 +301,7 @@ def overrides(options: Options, directory: Path, orders: Path) -> list[str]:
         f"rollout.workers={options.workers}",
         f"rollout.tasks_per_step={TASKS_PER_STEP}",
         f"rollout.samples_per_task={SAMPLES_PER_TASK}",
-        "rollout.max_sampled_tokens_per_turn=60",
+        f"rollout.max_sampled_tokens_per_turn={options.turn_tokens}",
         "reward.format_error=-2",
         "tasks.held_out_tasks=4",
         "evaluate_every=1000",

@@ -24,6 +24,8 @@ class Options:
 
     A run has ``observed_run.RESERVED_STEPS`` more steps. The learning rate schedule counts both.
     """
+    turn_tokens: int = 60
+    """Maximum number of sampled tokens of a turn."""
     faults_per_run: int = 12
     """Number of faults after which a run is stopped and examined, and a new run begins."""
     stopped_seconds: float = 20.0

@@ -357,6 +357,7 @@ def inject_kinds(
     minutes: float,
     monkeypatch: pytest.MonkeyPatch,
     workers: int = 2,
+    turn_tokens: int = 60,
 ) -> set[str]:
     """Run a fault-injection test without failures. Return the injected kinds."""
     monkeypatch.setattr(observed_run, "PYTHON", forked_python())
@@ -366,6 +367,7 @@ def inject_kinds(
         seed=1,
         kinds=kinds,
         workers=workers,
+        turn_tokens=turn_tokens,
         steps=40,
         patience=PATIENCE_SECONDS,
         minutes=minutes,
@@ -381,9 +383,14 @@ def inject_kinds(
 def test_short_fault_test_loses_and_repeats_no_episode(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An engine returns a wrong answer, and a damaged file ends an attempt. One worker suffices."""
+    """An engine returns a wrong answer, and a damaged file ends an attempt.
+
+    One worker suffices. Turns are only a little longer than those of the script.
+    """
     kinds = ("answer_twice", "corrupt_checkpoint")
-    injected = inject_kinds(tmp_path, kinds, len(kinds), 0.0, monkeypatch, workers=1)
+    injected = inject_kinds(
+        tmp_path, kinds, len(kinds), 0.0, monkeypatch, workers=1, turn_tokens=30
+    )
     assert injected == set(kinds)
 
 

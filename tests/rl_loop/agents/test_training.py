@@ -88,6 +88,8 @@ def test_tokens_sampled_through_the_gateway_train_unchanged(
             assert row["advantage"] == pytest.approx(same["advantage"])
 
 
+# Slow, because tests/rl_loop/test_loop_on_ray.py resumes a run without external agents.
+@pytest.mark.slow
 def test_interrupted_agent_run_resumes_with_the_same_curve(whole: RlConfig, tmp_path: Path) -> None:
     interrupted = config(tmp_path, "two_talks", "rollout.routed_experts=true",
                          "algorithm.routing_replay=R3")  # fmt: skip

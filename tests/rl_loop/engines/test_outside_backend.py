@@ -8,16 +8,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import ray
 
-from rl_loop.cluster.ray_session import start_local_ray
 from rl_loop.config.errors import ConfigError
 from rl_loop.config.load import load_config
 from rl_loop.config.run import RlConfig
 from rl_loop.run import run_rl
 from rl_loop.session import build_tasks
 from rl_loop.tracking.run_directory import read_json_lines
-from tests.support.forked_workers import forking_workers
+from tests.support.forked_workers import local_ray
 from tests.support.rl_loop.tiny_runs import RL, Quiet
 
 CONFIG = Path(__file__).parents[3] / "configs/rl/tiny_retool.yaml"
@@ -113,25 +111,25 @@ class ScriptedBackend(RolloutBackend):
 '''
 
 
-@pytest.fixture
-def outside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """Directory with the module, in the search path of this process and of Ray's workers."""
-    (tmp_path / "my_engine.py").write_text(MODULE)
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setenv("PYTHONPATH", ":".join(filter(None, sys.path)))
-    with forking_workers():
-        start_local_ray(num_cpus=2, object_store_bytes=200 << 20)
-    yield tmp_path
-    ray.shutdown()
+@pytest.fixture(scope="module", autouse=True)
+def one_ray(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Run Ray. This process and Ray's workers find the module in their search path."""
+    directory = tmp_path_factory.mktemp("outside")
+    (directory / "my_engine.py").write_text(MODULE)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.syspath_prepend(directory)
+        patched.setenv("PYTHONPATH", ":".join(filter(None, sys.path)))
+        with local_ray(num_cpus=2, object_store_bytes=200 << 20):
+            yield
 
 
-def test_run_trains_three_steps_with_a_users_backend(outside: Path) -> None:
+def test_run_trains_three_steps_with_a_users_backend(tmp_path: Path) -> None:
     def config(script: list[int]) -> RlConfig:
-        engine = f"{{type: 'my_engine:ScriptedBackend', options: {{script: {script}, log: {outside}/log}}}}"
+        engine = f"{{type: 'my_engine:ScriptedBackend', options: {{script: {script}, log: {tmp_path}/log}}}}"
         options = [
             "training.steps=3",
             "evaluate_every=3",
-            f"output_dir={outside}",
+            f"output_dir={tmp_path}",
             f"rollout.engine={engine}",
         ]
         return load_config(CONFIG, RlConfig, [*RL, *options])
@@ -146,15 +144,15 @@ def test_run_trains_three_steps_with_a_users_backend(outside: Path) -> None:
     assert all(step["mismatch/canary_gap"] < 1e-4 for step in steps)
     assert json.loads((run / "summary.json").read_text())["max_ratio_deviation"] == 0
 
-    log = (outside / "log").read_text().splitlines()
+    log = (tmp_path / "log").read_text().splitlines()
     assert log == ["sync 0", "pause", "sync 1", "pause", "sync 2", "pause", "sync 3", "close"]
 
 
-def test_engines_sleep_before_a_resumed_run_syncs(outside: Path) -> None:
+def test_engines_sleep_before_a_resumed_run_syncs(tmp_path: Path) -> None:
     """A resumed trainer has its optimizer state on the GPU before the first sync."""
 
     def config(steps: int) -> RlConfig:
-        options = f"{{script: [0], log: {outside}/log, shares_gpus: true}}"
+        options = f"{{script: [0], log: {tmp_path}/log, shares_gpus: true}}"
         return load_config(
             CONFIG,
             RlConfig,
@@ -163,21 +161,19 @@ def test_engines_sleep_before_a_resumed_run_syncs(outside: Path) -> None:
                 f"training.steps={steps}",
                 "training.checkpoint_every=1",
                 "evaluate_every=9",
-                f"output_dir={outside}",
+                f"output_dir={tmp_path}",
                 f"rollout.engine={{type: 'my_engine:ScriptedBackend', options: {options}}}",
             ],
         )
 
     run_rl(config(1), Quiet())
-    log = outside / "log"
+    log = tmp_path / "log"
     assert log.read_text().splitlines() == ["sync 0", "pause", "sync 1", "close"]
     log.unlink()
     run_rl(config(2), Quiet(), resume=True)
     assert log.read_text().splitlines() == ["pause", "sync 1", "pause", "sync 2", "close"]
 
 
-def test_options_of_a_users_backend_are_checked_on_load(
-    outside: Path,
-) -> None:
+def test_options_of_a_users_backend_are_checked_on_load() -> None:
     with pytest.raises(ConfigError, match=r"rollout\.engine\.script: Field required"):
         load_config(CONFIG, RlConfig, ["rollout.engine.type=my_engine:ScriptedBackend"])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 import textwrap
 from pathlib import Path
 
@@ -23,6 +22,7 @@ from rl_loop.lifecycle.store_size import (
     check_local_store,
     store_bytes,
 )
+from tests.support.forked_workers import forked_python
 
 ROOT = Path(__file__).parents[3]
 CONFIGS = [*shipped_files("rl"), *shipped_files("sft")]
@@ -59,9 +59,10 @@ def rl_config(*overrides: str) -> RlConfig:
 
 def run_program(code: str, **environment: str) -> str:
     """Run a Python program that starts its own Ray. Return its output."""
+    python = forked_python()
     paths = os.pathsep.join([str(ROOT), str(ROOT / "kernels")])
     done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(code)],
+        [*python, "-c", textwrap.dedent(code)],
         env={**os.environ, "PYTHONPATH": paths, **environment},
         capture_output=True,
         text=True,

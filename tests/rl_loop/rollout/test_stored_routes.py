@@ -107,18 +107,24 @@ def config(tmp_path: Path) -> RlConfig:
     return settings(tmp_path)
 
 
-@pytest.fixture
-def pool(config: RlConfig, tmp_path: Path) -> Iterator[RolloutPool]:
-    context = BackendContext(config.model, config.dtype, 0, tmp_path, routed_experts=True)
+@pytest.fixture(scope="module")
+def one_pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RolloutPool]:
+    config = settings(tmp_path_factory.mktemp("pool"))
+    context = BackendContext(config.model, config.dtype, 0, config.output_dir, routed_experts=True)
     made = RolloutPool(RoutedBackend(EngineConfig(), context), config)
     try:
         made.ready()
-        # Objects of the previous test are freed in the background.
-        gc.collect()
-        wait_until(lambda: stored_bytes() < 100_000)
         yield made
     finally:
         made.close()
+
+
+@pytest.fixture
+def pool(one_pool: RolloutPool) -> RolloutPool:
+    # Objects of the previous test are freed in the background.
+    gc.collect()
+    wait_until(lambda: stored_bytes() < 100_000)
+    return one_pool
 
 
 def collector(pool: RolloutPool, config: RlConfig) -> RolloutCollector:
