@@ -23,7 +23,7 @@ from tests.support.leftover_processes import (  # noqa: F401 (hooks of pytest)
 from tests.support.load import pytest_sessionstart, pytest_unconfigure  # noqa: F401 (hooks of pytest)
 
 # On a busy machine any example may exceed Hypothesis's deadline of 0.2 s.
-settings.register_profile("without deadlines", deadline=None)
+settings.register_profile("without deadlines", deadline=None, max_examples=50)
 settings.load_profile("without deadlines")
 
 START_RAY = {

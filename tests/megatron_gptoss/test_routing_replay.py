@@ -23,6 +23,7 @@ from megatron_gptoss.samples import TrainingSamples
 from megatron_gptoss.step_results import LossOutput, StepStatistics
 from megatron_gptoss.trainer import PolicyTrainer
 from tests.support.distributed import free_port, run_distributed
+from tests.support.megatron_gptoss.layouts import layout_cases, selected_layouts
 from tests.support.megatron_gptoss.reference import (
     TINY,
     documents,
@@ -219,17 +220,22 @@ def train(parallel: ParallelConfig, rank: int, port: int) -> dict[str, Any]:
         distributed.shutdown()
 
 
-def train_every_layout(rank: int, ports: list[int]) -> dict[str, Any]:
+def train_every_layout(rank: int, ports: dict[str, int]) -> dict[str, Any]:
+    """Train in the layouts that have a port."""
     torch.set_num_threads(1)
     return {
-        name: train(ParallelConfig(world_size=2, **layout), rank, port)
-        for (name, layout), port in zip(LAYOUTS.items(), ports, strict=True)
+        name: train(ParallelConfig(world_size=2, **LAYOUTS[name]), rank, port)
+        for name, port in ports.items()
     }
 
 
+CASES = layout_cases(LAYOUTS, slow=["pipeline", "uneven pipeline"])
+
+
 @pytest.fixture(scope="module")
-def two_ranks() -> list[dict[str, Any]]:
-    return run_distributed(train_every_layout, 2, [free_port() for _ in LAYOUTS])
+def two_ranks(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
+    ports = {name: free_port() for name in selected_layouts(request)}
+    return run_distributed(train_every_layout, 2, ports)
 
 
 @pytest.fixture(scope="module")
@@ -237,7 +243,7 @@ def one_rank() -> dict[str, Any]:
     return train(ParallelConfig(), 0, free_port())
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", CASES)
 def test_replay_under_a_layout_trains_as_in_one_process(
     layout: str, one_rank: dict[str, Any], two_ranks: list[dict[str, Any]]
 ) -> None:
@@ -256,7 +262,7 @@ def of_all_ranks(ranks: list[dict[str, Any]], layout: str, kind: str, name: str)
     return {key: experts for rank in ranks for key, experts in rank[layout][kind][name].items()}
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", CASES)
 def test_recorded_routes_equal_replayed_routes(
     layout: str, two_ranks: list[dict[str, Any]]
 ) -> None:
@@ -272,7 +278,7 @@ def test_recorded_routes_equal_replayed_routes(
             assert len({*experts} & {*range(TINY.num_experts)}) == TINY.experts_per_token
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", CASES)
 def test_recorded_routes_are_used_for_tokens_but_not_padding(
     layout: str, one_rank: dict[str, Any], two_ranks: list[dict[str, Any]]
 ) -> None:
@@ -282,7 +288,7 @@ def test_recorded_routes_are_used_for_tokens_but_not_padding(
         assert rank["R2"]["padding_routed_anew"] > 0.3 * rank["R2"]["padding"]
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", CASES)
 def test_ranks_record_routes_of_one_process_for_equal_tokens(
     layout: str, one_rank: dict[str, Any], two_ranks: list[dict[str, Any]]
 ) -> None:
@@ -296,7 +302,7 @@ def test_ranks_record_routes_of_one_process_for_equal_tokens(
     assert sum(free[token] != experts for token, experts in want.items()) > 0.3 * len(want)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", CASES)
 def test_replay_of_a_ranks_own_routes_trains_as_in_one_process(
     layout: str, one_rank: dict[str, Any], two_ranks: list[dict[str, Any]]
 ) -> None:
@@ -311,7 +317,7 @@ def test_replay_of_a_ranks_own_routes_trains_as_in_one_process(
         assert got["agreeing"][0] < 0.7 * got["compared"][0]
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", CASES)
 def test_the_critic_under_a_layout_learns_as_in_one_process(
     layout: str, one_rank: dict[str, Any], two_ranks: list[dict[str, Any]]
 ) -> None:

@@ -116,7 +116,7 @@ def every_advantage() -> Iterator[AlgorithmConfig]:
 finite = st.floats(-1e30, 1e30)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(reward=finite, sizes=st.lists(st.integers(1, 17), min_size=1, max_size=3))
 @example(reward=-0.8, sizes=[8])
 @example(reward=10.1, sizes=[8])
@@ -131,7 +131,7 @@ def test_batch_of_equal_rewards_has_exactly_zero_advantages(
         assert not np.any(credited(groups, config).advantages), config
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(reward=finite, size=st.integers(1, 17), others=st.lists(finite, min_size=2, max_size=6))
 @example(reward=-0.8, size=8, others=[-1.0, 1.0, 0.3])
 def test_task_of_equal_rewards_has_exactly_zero_advantages(

@@ -77,7 +77,7 @@ def trained_turns(ids: list[int], mask: list[bool]) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("name", CODECS)
-@settings(deadline=None, max_examples=400)
+@settings(deadline=None, max_examples=150)
 @given(record=RECORDS)
 def test_trained_turns_parse_to_the_original_messages(name: str, record: dict[str, Any]) -> None:
     codec = CODECS[name]

@@ -119,13 +119,20 @@ def test_routing_and_sum_kernels_equal_torch() -> None:
     assert printed == "8 shapes and 5 kinds of logits\n"
 
 
+COMPILED = "tests.support.rl_loop.engines.expert_routing_compiled"
+
+
 def test_routing_kernels_compile_for_hopper_without_spills() -> None:
     """Runs without a GPU. The interpreter accepts some programs that the compiler rejects.
 
     Numbers of tokens with the same next power of 2 share a compiled variant.
     """
-    program = "tests.support.rl_loop.engines.expert_routing_compiled"
-    assert run_with_plugin("-m", program) == "13 tables in 12 variants\n"
+    assert run_with_plugin("-m", COMPILED) == "5 tables in 4 variants\n"
+
+
+@pytest.mark.slow
+def test_routing_kernels_compile_for_all_tables() -> None:
+    assert run_with_plugin("-m", COMPILED, "all") == "13 tables in 12 variants\n"
 
 
 def test_routing_kernel_serves_only_small_batches(tmp_path: Path) -> None:

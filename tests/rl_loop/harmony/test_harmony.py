@@ -357,7 +357,7 @@ FRAGMENTS = st.sampled_from(
 )  # fmt: skip
 
 
-@settings(deadline=None, max_examples=500)
+@settings(deadline=None, max_examples=200)
 @given(
     st.lists(FRAGMENTS | st.integers(0, 10**6), max_size=10),
     st.sampled_from(["<|return|>", "<|call|>", ""]),

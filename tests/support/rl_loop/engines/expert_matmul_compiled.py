@@ -1,10 +1,12 @@
 """Compiles the plugin's small-batch expert GEMMs for a Hopper GPU, at the size of GPT-OSS's layers:
 
-PYTHONPATH=rl_loop/engines/sglang/plugin python -m tests.support.rl_loop.engines.expert_matmul_compiled
+PYTHONPATH=rl_loop/engines/sglang/plugin python -m tests.support.rl_loop.engines.expert_matmul_compiled [all]
 """
 
 from __future__ import annotations
 
+import sys
+from itertools import product
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,6 +18,14 @@ import torch
 from tests.support.rl_loop.engines.compiled_for_hopper import Compiling
 
 EXPERTS, TOP_K, WIDTH = 32, 4, 2880
+REGISTERS = {64: 128, 256: 168}
+"""Limit of registers per thread, by number of tokens."""
+SAME_KERNEL = {64: (1, 7, 63), 256: (65, 300)}
+"""Numbers of tokens that use the kernel of another number of tokens."""
+ALL_CALLS = [*product(REGISTERS, (True, False), (False, True))]
+"""Number of tokens, whether the GEMM is the first, and whether it has an adapter."""
+CALLS = [(64, True, True), (64, False, False), (256, True, False), (256, False, True)]
+"""Half of the calls, with every pair of two values."""
 SPILLED = 16
 """Limit of spilled memory per thread in bytes: a few values that the loop does not need."""
 
@@ -60,28 +70,29 @@ def main() -> None:
     matmul._multiply_kernel = kernel
     projection = Compiling(adapted._project_kernel)
     adapted._project_kernel = projection
-    for tokens, limit in ((64, 128), (256, 168)):
-        for is_first in (True, False):
-            for has_adapter in (False, True):
-                multiply(tokens, is_first=is_first, has_adapter=has_adapter)
-                used = kernel.resources[-1]
-                call = (tokens, is_first, has_adapter, used)
-                assert used.registers <= limit and used.spilled <= SPILLED, call
-                # Holds for either assembler (docs/quantization.md).
-                assert used.loops and not any(loop.hazards for loop in used.loops), call
+    calls = ALL_CALLS if "all" in sys.argv else CALLS
+    for tokens, is_first, has_adapter in calls:
+        multiply(tokens, is_first=is_first, has_adapter=has_adapter)
+        used = kernel.resources[-1]
+        call = (tokens, is_first, has_adapter, used)
+        assert used.registers <= REGISTERS[tokens] and used.spilled <= SPILLED, call
+        # Holds for either assembler (docs/quantization.md).
+        assert used.loops and not any(loop.hazards for loop in used.loops), call
+        if has_adapter:
             used = projection.resources[-1]
             assert used.spilled == 0 and not any(loop.hazards for loop in used.loops), used
 
     # Numbers of tokens with other divisors use the same kernels.
     variants = lambda: {used.variant for used in (*kernel.resources, *projection.resources)}  # noqa: E731
     known = variants()
-    assert len({used.variant for used in kernel.resources}) == 8
-    assert len({used.variant for used in projection.resources}) == 4
-    for tokens in (1, 7, 63, 65, 300):
-        for has_adapter in (False, True):
-            multiply(tokens, is_first=tokens % 2 == 0, has_adapter=has_adapter)
+    assert len({used.variant for used in kernel.resources}) == len(calls)
+    with_adapter = sum(has_adapter for _, _, has_adapter in calls)
+    assert len({used.variant for used in projection.resources}) == with_adapter
+    for tokens, is_first, has_adapter in calls:
+        for other in SAME_KERNEL[tokens]:
+            multiply(other, is_first=is_first, has_adapter=has_adapter)
     assert variants() == known
-    print("compiled")
+    print(f"compiled {len(calls)} variants")
 
 
 if __name__ == "__main__":
