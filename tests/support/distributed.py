@@ -6,6 +6,7 @@ import io
 import multiprocessing
 import multiprocessing.connection
 import os
+import sys
 import time
 import traceback
 from collections.abc import Callable
@@ -97,6 +98,17 @@ def run_distributed(
     return [results[rank] for rank in range(world_size)]
 
 
+def _fork_checkpoint_writers() -> None:
+    """Fork the process that writes checkpoints. A new interpreter spends 3 s on imports."""
+    if torch.cuda.is_available():
+        return
+    caller = sys.modules["megatron.core.dist_checkpointing.strategies.async_utils"]
+    get_process = caller.PersistentAsyncCaller._get_process.__func__
+    caller.PersistentAsyncCaller._get_process = classmethod(
+        lambda cls, rank: get_process(cls, rank, mp_mode="fork")
+    )
+
+
 def _child(
     sender: Any,
     function: Callable[..., Any],
@@ -105,6 +117,7 @@ def _child(
     keeps_imports_frozen: bool,
 ) -> None:
     torch.set_num_threads(1)
+    _fork_checkpoint_writers()
     if keeps_imports_frozen:
         keep_frozen()
     try:

@@ -27,8 +27,11 @@ def unrelated(count: int, seed: int = 0, length: int = 40) -> list[str]:
 
 
 @pytest.mark.parametrize("held_out_prompts", [1, 3, 128])
-@pytest.mark.parametrize("prompts", [500, 1000, 2000])
-@pytest.mark.parametrize("copies", [1, 2, 9, 10, 11, 12, 20, 21, 30])
+@pytest.mark.parametrize("prompts", [500, pytest.param(1000, marks=pytest.mark.slow), 2000])
+@pytest.mark.parametrize(
+    "copies",
+    [1, 9, 10, 11, 12, 30, *(pytest.param(n, marks=pytest.mark.slow) for n in (2, 20, 21))],
+)
 def test_near_copies_are_found_in_any_number(
     copies: int, prompts: int, held_out_prompts: int
 ) -> None:

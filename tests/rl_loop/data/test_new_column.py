@@ -133,7 +133,7 @@ def test_new_column_arrives_in_the_loss(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("declaration", "message"),
     [
-        ("", "unexpected keyword argument 'token_weight'"),
+        pytest.param("", "unexpected keyword argument 'token_weight'", marks=pytest.mark.slow),
         (
             DECLARATION.replace('"float32"', '"float64"'),
             "column token_weight of task t holds float32, expected float64",

@@ -418,7 +418,26 @@ MAY_CHANGE_RL = sorted(
 )
 
 
-@pytest.mark.parametrize("key", MAY_CHANGE_RL)
+# Code that chooses tasks does not read these sections, so most of their keys are slow.
+SLOW_SECTIONS = (
+    "ablation.",
+    "algorithm.correction.",
+    "algorithm.critic.",
+    "algorithm.kl.",
+    "optimizer.",
+    "rollout.engine.",
+    "sandbox.",
+)
+FAST_KEYS = ("algorithm.kl.coefficient", "optimizer.lr", "rollout.engine.type")
+RL_CASES = [
+    pytest.param(key, marks=pytest.mark.slow)
+    if key.startswith(SLOW_SECTIONS) and key not in FAST_KEYS
+    else key
+    for key in MAY_CHANGE_RL
+]
+
+
+@pytest.mark.parametrize("key", RL_CASES)
 def test_changed_key_repeats_and_loses_no_task(key: str, data: Path, tmp_path: Path) -> None:
     before, after = changed(key, lambda *more: rl_config(data, f"output_dir={tmp_path}", *more))
     assert changes_since(make_run(before), after), "the change is noticed and accepted"

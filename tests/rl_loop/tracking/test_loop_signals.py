@@ -147,7 +147,7 @@ def tasks_by_step(settings: RlConfig, resume: bool = False) -> list[list[str]]:
     return [sorted(tasks) for _, tasks in sorted(of_step.items())]
 
 
-@pytest.mark.parametrize("staleness", [0, 1])
+@pytest.mark.parametrize("staleness", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_resumed_dynamic_sampling_skips_no_task(staleness: int, tmp_path: Path) -> None:
     options = [
         *from_file(tmp_path, 12),
