@@ -4,8 +4,10 @@ import asyncio
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from functools import cache
 from threading import Thread
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -26,6 +28,7 @@ from rl_loop.lifecycle.resume_rules import sampling_digest
 from rl_loop.loop import RlLoop
 from rl_loop.rollout.group_store import GroupStore
 from rl_loop.rollout.group_stream import AdmittedGroup, GroupRequest, GroupStream, run_groups
+from rl_loop.sandbox import python_sandbox
 from rl_loop.session import build_tasks
 from rl_loop.tracking.episode_recorder import EpisodeRecorder
 from rl_loop.tracking.metrics import MetricsWriter
@@ -36,6 +39,8 @@ from rl_loop.trainer.group import TrainerGroup
 from rl_loop.trainer.rank_state import RankPosition
 from rl_loop.trainer.worker import TrainerWorker
 from rl_loop.weight_sync.source import WeightSource
+
+_check_isolation_once = cache(python_sandbox.check_isolation)
 
 
 class LocalRank:
@@ -127,7 +132,9 @@ class LocalRollouts:
             )
         runs_episodes = worker_class(config.tasks)
         self._worker = runs_episodes(settings, lambda: engine, torch.get_num_threads())
-        self._do(self._worker.start())
+        # The check starts one more server, so one check per process and settings is enough.
+        with patch.object(python_sandbox, "check_isolation", _check_isolation_once):
+            self._do(self._worker.start())
 
     def _do[Result](self, work: Coroutine[Any, Any, Result]) -> Result:
         return asyncio.run_coroutine_threadsafe(work, self._loop).result()
