@@ -71,24 +71,27 @@ def test_streams_and_responses_have_the_same_log_probs(
             plain = (await chat(served, logprobs=True)).choices[0].logprobs.content
             retry = {"x-stainless-retry-count": "1"}
             assert await streamed(served, logprobs=True, extra_headers=retry) == plain
-            again = await streamed(served, logprobs=True)
-            assert [token.token for token in again] == [token.token for token in plain]
-            # The prefix cache changes the last bits.
-            values = [token.logprob for token in again]
-            assert values == pytest.approx([token.logprob for token in plain], abs=1e-5)
+            # The prefix cache changes the last bits of later requests.
+            check_listed(await streamed(served, logprobs=True), plain)
 
             client = served.client()
             response = await client.responses.create(model="any", input="Hi", include=INCLUDE)
             [part] = response.output[-1].content
-            expected = [(token.token, token.logprob) for token in plain]
-            assert [(token.token, token.logprob) for token in part.logprobs] == expected
+            check_listed(part.logprobs, plain)
             async with client.responses.stream(model="any", input="Hi", include=INCLUDE) as stream:
                 events = [event async for event in stream]
             deltas = [event for event in events if event.type == "response.output_text.delta"]
             tokens = [token for delta in deltas for token in delta.logprobs]
-            assert [(token.token, token.logprob) for token in tokens] == expected
+            check_listed(tokens, plain)
 
     asyncio.run(run())
+
+
+def check_listed(tokens: list[Any], expected: list[Any]) -> None:
+    """Check that tokens and log-probs of two answers are equal up to rounding."""
+    assert [token.token for token in tokens] == [token.token for token in expected]
+    values = [token.logprob for token in tokens]
+    assert values == pytest.approx([token.logprob for token in expected], abs=1e-5)
 
 
 def test_part_of_a_character_is_written_as_bytes(tiny: Harmony) -> None:

@@ -137,7 +137,7 @@ REFUSED = [
     ("chat/completions", chat(n=0), "n"),
     ("chat/completions", chat(stop=["x"] * 5), "stop"),
     ("chat/completions", chat(logprobs=True, top_logprobs=21), "top_logprobs"),
-    ("chat/completions", chat(response_format={"type": "json_object"}), "response_format"),
+    ("chat/completions", chat(response_format={"type": "xml"}), "response_format"),
     ("chat/completions", chat(tool_choice="required"), "tool_choice"),
     ("chat/completions", chat(typo=1), "typo"),
     ("chat/completions", chat(max_tokens=0), "max_tokens"),
@@ -183,7 +183,7 @@ REFUSED = [
     ("responses", {"model": "any", "input": "Hi", "background": True}, "background"),
     (
         "responses",
-        {"model": "any", "input": "Hi", "text": {"format": {"type": "json_object"}}},
+        {"model": "any", "input": "Hi", "text": {"format": {"type": "xml"}}},
         "text.format",
     ),
     ("responses", {"model": "any", "input": [{"type": "item_reference"}]}, "input[0]"),

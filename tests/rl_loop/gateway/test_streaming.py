@@ -290,7 +290,7 @@ def test_stream_continues_after_a_weight_sync(full: Harmony) -> None:
 
     async def run() -> None:
         async with talking(full, []) as talk:
-            talk.session._engine._engine = InterruptedPolicy(turn, turn[6:])
+            talk.session._engine.engine = InterruptedPolicy(turn, turn[6:])
             message = added(await collect_chunks(talk.client))
             assert message["reasoning"] == "Let me see \U0001f642."
             [node] = talk.session.forest.nodes
@@ -313,7 +313,7 @@ def test_engine_that_streams_other_tokens_fails(full: Harmony) -> None:
 
     async def run() -> None:
         async with talking(full, []) as talk:
-            talk.session._engine._engine = LyingPolicy([turn])
+            talk.session._engine.engine = LyingPolicy([turn])
             with pytest.raises(openai.APIError, match="other tokens than it streamed"):
                 await collect_chunks(talk.client)
             assert isinstance(talk.session.end, EpisodeFailed)
