@@ -116,7 +116,7 @@ class TrainingProgress:
         self._display.stop()
 
     def phase(self, name: str) -> None:
-        """Show the current phase: "rollout", "train", "sync", "evaluate" or "save"."""
+        """Show the current phase: "rollout", "update", "sync", "evaluate" or "save"."""
         self._phase = name
         self._display.update(self._task, phase=name)
 

@@ -74,7 +74,7 @@ class TokenColumns[Array]:
     staleness: Annotated[Array | None, Column("int32", "driver")] = None
     """Policy lag: weight versions between sampling and training. None if all tokens are
     current."""
-    is_spliced: Annotated[Array | None, Column("bool", "driver")] = None
+    is_off_policy: Annotated[Array | None, Column("bool", "driver")] = None
     """True if the token was sampled in another context, or under a constraint. None if no token
     was."""
     teacher_log_probs: Annotated[Array | None, Column("float32", "driver")] = None

@@ -3,7 +3,7 @@
 They are failures of an engine, the sandbox, a tool's server, a checker or the environment. An
 infrastructure failure is never a reward. The failed operation is retried a few times. An episode
 that cannot continue is *invalid*: it enters no baseline, no gradient and no evaluation. It is
-counted under ``rollout/invalid/COMPONENT`` and ``rollout/invalid/COMPONENT/SOURCE``.
+counted under ``rollout/invalid_fraction/COMPONENT`` and ``rollout/invalid_fraction/COMPONENT/SOURCE``.
 
 A policy must not be able to cause such a failure, because it could then avoid a bad reward by
 breaking things. A failure that the policy causes, such as an endless tool call, ends with a reward.

@@ -376,7 +376,7 @@ class RlLoop:
             ResponseMismatchError: the policy has not sampled one of the episodes. The trainer has
                 the new weights, but the step is neither counted nor saved, and a resume repeats it.
         """
-        with record.timed("train"):
+        with record.timed("update"):
             # Engines that restart during the update wait for the new weights.
             with self.rollouts.updating_weights(step + 1):
                 updates = self.trainer.rl_step(samples, step)

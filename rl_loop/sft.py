@@ -62,7 +62,7 @@ def train_supervised(
 
         with record.timed("data"):
             samples = data.take(state.step)
-        recorder.progress.phase("train")
+        recorder.progress.phase("update")
         update = trainer.sft_step(samples, state.step)
 
         tokens = update.sums["tokens"]

@@ -428,7 +428,7 @@ def test_metrics_page_names_metrics_of_the_code() -> None:
     assert len(names) > 25
     texts = texts_in_the_code()
     for name in names:
-        # A prefix may be put in: rollout/invalid is "…/invalid" in the code.
+        # A prefix may be put in: rollout/invalid_fraction is "…/invalid" in the code.
         tail = f"…/{name.rpartition('/')[2]}"
         assert any(text == name or text in (tail, f"{name}…") for text in texts), name
 

@@ -71,7 +71,7 @@ if TYPE_CHECKING:
 
 MANY_STEPS = 1_000_000
 """Number of configured steps: larger than any run, because the last step would be saved."""
-PHASES = ("rollout", "sync", "prepare", "estimate", "train")
+PHASES = ("rollout", "sync", "prepare", "estimate", "update")
 """Phases that the loop times."""
 MEMORY_MILLISECONDS = 100
 """Interval between two samples of the GPUs' memory, in milliseconds."""
@@ -640,7 +640,7 @@ class Report:
             ("rollout, s", metric("seconds/rollout"), ".2f"),
             ("servers go to sleep, s", metric("seconds/sleep"), ".2f"),
             ("scoring without replay, s", metric("seconds/estimate"), ".2f"),
-            ("update, s", metric("seconds/train"), ".2f"),
+            ("update, s", metric("seconds/update"), ".2f"),
             ("rest, s", self._rest, ".2f"),
             ("whole step, s", metric(MetricName.STEP_SECONDS), ".2f"),
             ("trainer idle", self._trainer_idle, ".1%"),
@@ -679,7 +679,7 @@ class Report:
     @staticmethod
     def _trainer_idle(step: dict[str, float]) -> float:
         """Return the fraction of a step in which the trainer neither syncs nor computes."""
-        works = sum(step.get(f"seconds/{name}", 0) for name in ("sync", "estimate", "train"))
+        works = sum(step.get(f"seconds/{name}", 0) for name in ("sync", "estimate", "update"))
         return 1 - works / step[MetricName.STEP_SECONDS]
 
     @staticmethod
@@ -693,7 +693,7 @@ class Report:
         return self._sampled_tokens(step) / step["seconds/rollout"] / self.gpus
 
     def _update_speed(self, step: dict[str, float]) -> float:
-        return self._tokens(step) / step["seconds/train"] / self.gpus
+        return self._tokens(step) / step["seconds/update"] / self.gpus
 
     def decoding(self) -> list[str]:
         """Return the decoding speed of servers under full load, from their logs."""

@@ -130,7 +130,7 @@ def summarize(
         staleness=staleness,
         seed=seed,
         seconds=wall_clock / len(timed),
-        training=mean(step["seconds/estimate"] + step["seconds/train"] for step in timed),
+        training=mean(step["seconds/estimate"] + step["seconds/update"] for step in timed),
         waiting=mean(step["seconds/rollout"] for step in timed),
         stale_mean=mean(step.get("rollout/staleness_mean", 0.0) for step in timed),
         stale_max=int(max(step["rollout/staleness_max"] for step in timed)),

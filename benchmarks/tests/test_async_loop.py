@@ -81,14 +81,14 @@ def test_delays_are_reproducible_and_have_published_quantiles(
 
 
 def step_record(number: int, when: float, **values: float) -> dict[str, Any]:
-    seconds = {"seconds/step": 1.0, "seconds/estimate": 0.25, "seconds/train": 0.5}
+    seconds = {"seconds/step": 1.0, "seconds/estimate": 0.25, "seconds/update": 0.5}
     stale = {"rollout/staleness_max": number, "rollout/staleness_mean": number / 2}
     return {"step": number, "time": when, "seconds/rollout": 2.0, **seconds, **stale, **values}
 
 
 def test_step_time_is_wall_clock_without_the_first_step() -> None:
     steps = [step_record(0, 100.0), step_record(1, 104.0), step_record(2, 112.0)]
-    steps[0]["seconds/train"] = 1000.0
+    steps[0]["seconds/update"] = 1000.0
     summary = {"held_out_accuracy_sft": 0.25, "held_out_accuracy_rl": 0.75}
     measured = summarize(steps, summary, staleness=2, seed=1)
     assert measured.seconds == 6.0

@@ -157,7 +157,7 @@ def build_step(
         "seconds/step": seconds,
         "seconds/sync": 1.0,
         "seconds/rollout": seconds - training - 1,
-        "seconds/train": training,
+        "seconds/update": training,
         "tokens_per_second": 8000.0 / seconds,
         "response_tokens": 10.0,
         **figures,
@@ -340,7 +340,7 @@ def test_complete_loop_runs_and_its_table_is_consistent(tmp_path: Path) -> None:
         assert step["turns"] > 1
         assert step["ratio/deviation_max"] == 0
         assert 0 <= step["mismatch/kl_k3"] < 1e-4
-        phases = ("rollout", "sync", "sleep", "prepare", "estimate", "train")
+        phases = ("rollout", "sync", "sleep", "prepare", "estimate", "update")
         counted = sum(step.get(f"seconds/{phase}", 0) for phase in phases)
         assert 0 < counted < step["seconds/step"]
     assert "routing/kl_k3_without_replay" in steps[0]

@@ -143,13 +143,13 @@ def _entropy(records: Records) -> HealthFinding | None:
 
 
 def _signal(records: Records) -> HealthFinding | None:
-    shares = _values(records[-RECENT:], MetricName.GROUPS_WITHOUT_SIGNAL)
+    shares = _values(records[-RECENT:], MetricName.ZERO_ADVANTAGE_FRACTION)
     if not shares:
         return None
     mean = statistics.fmean(shares)
     message = f"{mean:.0%} of the tasks in the last {len(shares)} steps gave no learning signal"
     newest = next(
-        record for record in reversed(records) if MetricName.GROUPS_WITHOUT_SIGNAL in record
+        record for record in reversed(records) if MetricName.ZERO_ADVANTAGE_FRACTION in record
     )
     measured = {name: value for name, value in newest.items() if value is not None}
     solves = measured.get(MetricName.ACCURACY, 0.0)
@@ -157,17 +157,17 @@ def _signal(records: Records) -> HealthFinding | None:
         message += f": {explain_no_signal(measured)}"
         # Solving every task is no fault, although such a step has no learning signal.
         level: Level = "warning" if solves >= 1 else "bad"
-        return HealthFinding(level, "signal", message, MetricName.GROUPS_WITHOUT_SIGNAL)
+        return HealthFinding(level, "signal", message, MetricName.ZERO_ADVANTAGE_FRACTION)
     if mean > 0.8:
         tasks = "harder" if solves > 0.5 else "easier"
         message += f". Use {tasks} tasks or algorithm.dynamic_sampling_rounds"
-        return HealthFinding("warning", "signal", message, MetricName.GROUPS_WITHOUT_SIGNAL)
-    return HealthFinding("good", "signal", message, MetricName.GROUPS_WITHOUT_SIGNAL)
+        return HealthFinding("warning", "signal", message, MetricName.ZERO_ADVANTAGE_FRACTION)
+    return HealthFinding("good", "signal", message, MetricName.ZERO_ADVANTAGE_FRACTION)
 
 
 def _infrastructure(records: Records) -> HealthFinding | None:
     newest = records[-RECENT:]
-    prefix = "rollout/invalid/"
+    prefix = "rollout/invalid_fraction/"
     found = {name for record in newest for name in record if name.startswith(prefix)}
     # Metrics with a further "/" are parts of a component's share.
     names = sorted(name for name in found if "/" not in name.removeprefix(prefix))

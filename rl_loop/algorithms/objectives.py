@@ -177,8 +177,8 @@ def token_masks(batch: PackedBatch, max_staleness: int) -> TokenMasks:
     recent = sampled & ~too_old
 
     comparable = recent
-    if batch.is_spliced is not None:
-        comparable = recent & ~batch.is_spliced
+    if batch.is_off_policy is not None:
+        comparable = recent & ~batch.is_off_policy
     return TokenMasks(sampled=sampled, too_old=too_old, recent=recent, comparable=comparable)
 
 
@@ -314,11 +314,11 @@ def _correction_sums(
     rho = bounded_exp(trainer_log_probs - batch.column("rollout_log_probs"))
     sums = {
         "correction/weight": _only(masks.recent, correction.weights).sum(),
-        "correction/capped": (masks.comparable & (rho > config.correction.cap)).sum(),
-        "correction/dropped_too_old": (masks.too_old & masks.sampled).sum(),
+        "correction/capped_fraction": (masks.comparable & (rho > config.correction.cap)).sum(),
+        "correction/dropped_fraction/too_old": (masks.too_old & masks.sampled).sum(),
     }
     for reason, tokens in correction.dropped.items():
-        sums[f"correction/dropped_{reason}"] = (tokens & masks.sampled).sum()
+        sums[f"correction/dropped_fraction/{reason}"] = (tokens & masks.sampled).sum()
     return sums
 
 

@@ -107,10 +107,10 @@ def _assign_per_sample(
     return samples.with_columns(advantages=_spread_evenly(per_sample.numpy(), samples))
 
 
-def has_signal(group: TrajectoryGroup, config: AlgorithmConfig) -> bool:
-    """Return True if the episodes of a task give a gradient. Dynamic sampling keeps such groups.
+def rewards_differ(group: TrajectoryGroup, config: AlgorithmConfig) -> bool:
+    """Return True if the rewards of a task's episodes differ. Dynamic sampling keeps such groups.
 
-    Their values that a group-relative ``config.advantage`` compares must differ, and at least one
+    The values that a group-relative ``config.advantage`` compares must differ, and at least one
     episode must be trained on. The values are the reward, or with gdpo every weighted reward part.
     Penalties on length and KL do not count. As in DAPO, they shape the advantages of a task but are
     no reason to train on it.
@@ -118,7 +118,7 @@ def has_signal(group: TrajectoryGroup, config: AlgorithmConfig) -> bool:
     if all(sequence.excluded or not sequence.sampled_tokens for sequence in group.sequences):
         return False
 
-    # One column for each compared value. A difference in any column is a signal.
+    # One column for each compared value. A difference in any column suffices.
     columns = [[trajectory.reward for trajectory in group.trajectories]]
     # Parts without weight have no effect on gdpo's advantages.
     if config.advantage.type == "gdpo":
@@ -294,9 +294,9 @@ def compared_with_teacher(samples: TrainingSamples) -> np.ndarray:
 
     They are the sampled tokens. A spliced token was sampled in another context than the teacher sees.
     """
-    if samples.is_spliced is None:
+    if samples.is_off_policy is None:
         return samples.loss_mask.copy()
-    return samples.loss_mask & ~samples.is_spliced
+    return samples.loss_mask & ~samples.is_off_policy
 
 
 # -- generalized advantage estimation -------------------------------------------------------------

@@ -91,7 +91,7 @@ def _differences(samples: TrainingSamples, trained: TrainedTokens) -> tuple[np.n
         # NaN marks tokens of samples that no update took.
         is_compared = samples.loss_mask[block] & np.isfinite(log_probs)
         # Older weights or another context sampled these tokens, so a difference is expected.
-        for column in (samples.staleness, samples.is_spliced):
+        for column in (samples.staleness, samples.is_off_policy):
             if column is not None:
                 is_compared &= column[block] == 0
         differences = np.abs(samples.rollout_log_probs[block] - log_probs)

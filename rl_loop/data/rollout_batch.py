@@ -26,7 +26,7 @@ class RolloutBatch:
     held_out: list[TrajectoryGroup]
     """Groups of the evaluation. Empty without an evaluation in this step."""
     replaced: list[TrajectoryGroup] | None
-    """Groups without signal that dynamic sampling replaced, without their routes. None without
+    """Groups with equal rewards that dynamic sampling replaced, without their routes. None without
     dynamic sampling."""
     next_task: int
     """Position of the next training task."""

@@ -76,7 +76,7 @@ def _columns(trajectory: Trajectory, config: AlgorithmConfig, version: int) -> d
     if staleness is not None:
         columns["staleness"] = staleness
     if trajectory.spliced or trajectory.constrained:
-        columns["is_spliced"] = _is_spliced(trajectory)
+        columns["is_off_policy"] = _is_off_policy(trajectory)
     # An excluded episode stays in the batch, because the mean of its group counts it. No token of
     # it is trained on.
     if trajectory.excluded:
@@ -111,12 +111,12 @@ def _staleness(trajectory: Trajectory, version: int) -> np.ndarray | None:
     return staleness if staleness.any() else None
 
 
-def _is_spliced(trajectory: Trajectory) -> np.ndarray:
+def _is_off_policy(trajectory: Trajectory) -> np.ndarray:
     """Return a mask of the tokens that are not samples of the policy at their place: bool [tokens]."""
-    is_spliced = np.zeros(len(trajectory), dtype=np.bool_)
+    is_off_policy = np.zeros(len(trajectory), dtype=np.bool_)
     for start, end in (*trajectory.spliced, *trajectory.constrained):
-        is_spliced[start:end] = True
-    return is_spliced
+        is_off_policy[start:end] = True
+    return is_off_policy
 
 
 def max_staleness(samples: TrainingSamples) -> int:

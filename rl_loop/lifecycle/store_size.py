@@ -203,7 +203,7 @@ def _rank_bytes(rollout: RolloutConfig, algorithm: AlgorithmConfig) -> int:
     if algorithm.old_log_probs_from == "detach":
         unused.add("staleness")
     if rollout.purification is None:
-        unused.add("is_spliced")
+        unused.add("is_off_policy")
 
     # Steps with an evaluation are also scored without routing replay.
     if algorithm.routing_replay != "none":

@@ -20,7 +20,7 @@ from typing import Protocol
 
 from rl_loop.algorithms.config import AlgorithmConfig
 from rl_loop.config.rollout import RolloutConfig
-from rl_loop.data.credit import has_signal
+from rl_loop.data.credit import rewards_differ
 from rl_loop.data.rollout_batch import AsyncGroups, RolloutBatch
 from rl_loop.data.trajectory import TrajectoryGroup
 from rl_loop.environments import Task
@@ -207,7 +207,7 @@ class RolloutCollector:
         self._max_rounds = algorithm.dynamic_sampling_rounds
         self._is_filtered = self._max_rounds > 1
         # Without further rounds nothing could replace a rejected group.
-        self._keep = lambda group: not self._is_filtered or has_signal(group, algorithm)
+        self._keep = lambda group: not self._is_filtered or rewards_differ(group, algorithm)
         self._steps = steps
         self._abandon = abandon
         self._on_ended = on_ended

@@ -93,7 +93,7 @@ class SplitEpisodes:
     """Finished episodes of one step, with the trainer's values of their tokens."""
 
     split: str
-    """train, held_out or replaced. Dynamic sampling replaces groups without a signal."""
+    """train, held_out or replaced. Dynamic sampling replaces groups with equal rewards."""
     groups: Sequence[TrajectoryGroup]
     samples: TrainingSamples | None = None
     """Samples of the valid episodes in ``groups``, in order. None if they are not trained on."""

@@ -50,7 +50,7 @@ class MetricName:
     # Share of sampled tokens whose ratio was clipped.
     CLIP_FRACTION = "clip_fraction"
     # Share of tasks in which every advantage is 0.
-    GROUPS_WITHOUT_SIGNAL = "rollout/groups_without_signal"
+    ZERO_ADVANTAGE_FRACTION = "rollout/zero_advantage_fraction"
     # Norm before clipping, newest value of the step.
     GRAD_NORM = "grad_norm"
     # Entropy of the sampling distribution, mean over sampled tokens, nats.

@@ -22,9 +22,9 @@ from rl_loop.tracking.signal_watch import PATIENCE, SignalWatch
 from rl_loop.tracking.step_metrics import (
     add_held_out_metrics,
     add_rollout_metrics,
-    add_signal_metrics,
     add_staleness_metrics,
     add_update_metrics,
+    add_zero_advantage_fraction,
 )
 
 TABLE_EPISODES = 4
@@ -139,7 +139,7 @@ class StepRecorder:
             metrics.add("rollout/groups_replaced", len(rollouts.replaced), "sum", "groups")
         if rollouts.async_groups is not None:
             add_staleness_metrics(metrics, rollouts.async_groups, rollouts.episodes, samples)
-        add_signal_metrics(metrics, rollouts.train, samples)
+        add_zero_advantage_fraction(metrics, rollouts.train, samples)
         add_rollout_metrics(metrics, rollouts.train)
         add_update_metrics(metrics, updates)
         self._add_drift(metrics)

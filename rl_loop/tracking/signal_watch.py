@@ -36,7 +36,7 @@ class SignalWatch:
             A warning when it is due, else None.
         """
         # The share is a quotient of counts, so it is exactly 1 if no group has a signal.
-        has_signal = values.get(MetricName.GROUPS_WITHOUT_SIGNAL) != 1
+        has_signal = values.get(MetricName.ZERO_ADVANTAGE_FRACTION) != 1
         if has_signal and any(gradient != 0 for gradient in gradients):
             self._steps = 0
             return None
@@ -56,10 +56,10 @@ def _reason(values: dict[str, float], gradients: Sequence[float]) -> str:
             f"leaves out episodes that reach a limit ({_endings(values)}). Increase the limits, or set "
             "it to penalize"
         )
-    if values.get(MetricName.GROUPS_WITHOUT_SIGNAL) != 1:
+    if values.get(MetricName.ZERO_ADVANTAGE_FRACTION) != 1:
         return (
             "the gradient is exactly 0, although rewards differ within some tasks. The metrics "
-            "correction/dropped_* and clip_fraction show which tokens are left out. Also check ablation.freeze"
+            "correction/dropped_fraction/* and clip_fraction show which tokens are left out. Also check ablation.freeze"
         )
 
     return explain_no_signal(values)

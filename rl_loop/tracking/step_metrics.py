@@ -100,7 +100,7 @@ def add_invalid_episodes(
     invalid = [cause for cause in causes if cause is not None]
     episodes = len(causes) + sum(len(group.trajectories) for group in groups)
 
-    name = f"{prefix}/invalid"
+    name = f"{prefix}/invalid_fraction"
     # Plot components without failures as 0, so that their curves begin before the first failure.
     shares = Counter({name: len(causes)} | {f"{name}/{component}": 0 for component in COMPONENTS})
     shares.update(f"{name}/{reason.component}" for reason in invalid)
@@ -122,10 +122,10 @@ def _curve_name(failure_source: str) -> str:
     return re.sub(r"[^A-Za-z0-9.-]+", "_", failure_source).strip("_")[:80] or "unnamed"
 
 
-def add_signal_metrics(
+def add_zero_advantage_fraction(
     metrics: StepMetrics, groups: Sequence[TrajectoryGroup], samples: TrainingSamples
 ) -> None:
-    """Add the share of groups without a signal: the advantages of all their loss tokens are 0.
+    """Add the share of groups in which the advantages of all loss tokens are 0.
 
     Args:
         metrics: metrics of the step.
@@ -143,7 +143,7 @@ def add_signal_metrics(
         has_advantage = samples.advantages[tokens] != 0
         without_signal += not (has_advantage & samples.loss_mask[tokens]).any()
         first = last
-    metrics.add_mean(MetricName.GROUPS_WITHOUT_SIGNAL, without_signal, len(groups), "groups")
+    metrics.add_mean(MetricName.ZERO_ADVANTAGE_FRACTION, without_signal, len(groups), "groups")
 
 
 def add_teacher_metrics(metrics: StepMetrics, samples: TrainingSamples) -> None:

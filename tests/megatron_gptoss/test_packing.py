@@ -77,7 +77,7 @@ COLUMNS = {
     "values": torch.float32,
     "returns": torch.float32,
     "staleness": torch.int32,
-    "is_spliced": torch.bool,
+    "is_off_policy": torch.bool,
 }
 
 
@@ -248,18 +248,18 @@ def test_rank_without_sequences_gets_padding_with_every_column() -> None:
     samples = build_samples([5]).with_columns(
         old_log_probs=np.full(5, -1, np.float32),
         staleness=np.ones(5, np.int32),
-        is_spliced=np.ones(5, np.bool_),
+        is_off_policy=np.ones(5, np.bool_),
     )
     (busy,), (idle,) = pack(samples, 100, data_parallel_size=2, align=4)
     assert busy.loss_mask.tolist() == [1] * 4
-    assert busy.is_spliced.tolist() == [True] * 4
+    assert busy.is_off_policy.tolist() == [True] * 4
 
     assert idle.cu_seqlens.tolist() == [0, 4]
     assert idle.loss_mask.tolist() == [0] * 4
     assert idle.sample_ids.tolist() == [-1] * 4
     assert idle.old_log_probs.tolist() == [0] * 4
     assert idle.staleness.tolist() == [0] * 4
-    assert idle.is_spliced.tolist() == [False] * 4
+    assert idle.is_off_policy.tolist() == [False] * 4
     assert unpack(idle.labels, idle) == {}
     # The routers choose the experts of padding.
     assert idle.routed_experts is None

@@ -194,7 +194,7 @@ def misaligned(dtype: type) -> np.ndarray:
         ("values", np.zeros(3), "holds float64, expected float32"),
         ("returns", np.zeros(3), "holds float64, expected float32"),
         ("staleness", np.zeros(3, np.int64), "holds int64, expected int32"),
-        ("is_spliced", np.zeros(3, np.int32), "holds int32, expected bool"),
+        ("is_off_policy", np.zeros(3, np.int32), "holds int32, expected bool"),
     ],
     ids=str,
 )
@@ -227,7 +227,7 @@ def test_invalid_column_is_named_with_its_task(column: str, values: Any, message
         ("rollout_log_probs", [0.0, None, 1.0], "holds object, expected numbers"),
         ("rollout_log_probs", [1j, 1, 1], "holds complex128, expected numbers"),
         ("staleness", [0, 0.5, 1], "holds float64, expected whole numbers"),
-        ("is_spliced", [0, -1, 0], "holds values other than 0 and 1"),
+        ("is_off_policy", [0, -1, 0], "holds values other than 0 and 1"),
     ],
     ids=str,
 )
@@ -249,7 +249,7 @@ def test_numbers_of_any_kind_become_a_column_if_it_can_hold_them() -> None:
         "advantages": [1, 2, 3],
         "rollout_log_probs": np.arange(6, dtype=">f8")[::2] + EPSILON,
         "staleness": np.array([0, 1, 2], np.uint8),
-        "is_spliced": [0, 1, 0],
+        "is_off_policy": [0, 1, 0],
     }
     joined = TrainingSamples.join([sample])
     assert joined.token_ids.tolist() == [5, 6, 2**31 - 1]

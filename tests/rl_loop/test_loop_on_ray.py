@@ -448,9 +448,9 @@ def test_off_policy_run_continues_after_a_worker_is_killed(tmp_path: Path) -> No
     assert [step["rollout/async_groups"] for step in steps] == [4, 4, 4, 2, 0]
     assert steps[0]["rollout/staleness_max"] == 0
     assert max(step["rollout/staleness_max"] for step in steps) <= 2
-    assert all(step["correction/dropped_too_old"] == 0 for step in steps)
+    assert all(step["correction/dropped_fraction/too_old"] == 0 for step in steps)
     for step in steps:
-        assert sum(step[f"rollout/invalid/{component}"] for component in COMPONENTS) == 0
+        assert sum(step[f"rollout/invalid_fraction/{component}"] for component in COMPONENTS) == 0
 
 
 def test_canary_detects_one_wrong_weight_tensor(tmp_path: Path) -> None:
@@ -515,8 +515,8 @@ def test_run_continues_without_episodes_of_failed_infrastructure(
     steps = [record for record in records if is_training_step(record)]
     evaluations = [record for record in records if not is_training_step(record)]
     assert len(evaluations) == 4
-    assert all(record["held_out/invalid/environment"] <= 1 for record in evaluations)
-    lost = [step["rollout/invalid/environment"] for step in steps]
+    assert all(record["held_out/invalid_fraction/environment"] <= 1 for record in evaluations)
+    lost = [step["rollout/invalid_fraction/environment"] for step in steps]
     assert any(0 < share < 1 for share in lost)
     for step in steps:
         assert math.isfinite(step["reward"])

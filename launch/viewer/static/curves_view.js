@@ -16,7 +16,7 @@ const CHARTS = [
   ["gradient norm", ["grad_norm"]],
   ["loss", ["loss"]],
   ["staleness (weight versions)", ["rollout/staleness_max"]],
-  ["groups without signal", ["rollout/groups_without_signal"]],
+  ["tasks with zero advantage", ["rollout/zero_advantage_fraction"]],
   ["sampled tokens per episode", ["response_tokens"]],
   ["tool-call rate", ["tool_call_rate", "held_out/tool_call_rate"]],
   ["turns", ["turns", "held_out/turns"]],

@@ -18,9 +18,9 @@ def records(steps: int = 40, **last: Any) -> list[dict[str, Any]]:
         "grad_norm": 0.4,
         "skipped_updates": 0.0,
         "entropy": 1.0,
-        "rollout/groups_without_signal": 0.2,
-        "rollout/invalid/sandbox": 0.0,
-        "rollout/invalid/engine": 0.0,
+        "rollout/zero_advantage_fraction": 0.2,
+        "rollout/invalid_fraction/sandbox": 0.0,
+        "rollout/invalid_fraction/engine": 0.0,
         "finish/length": 0.1,
         "seconds/step": 10.0,
     }
@@ -53,13 +53,26 @@ def test_healthy_run_passes_every_check() -> None:
         ("gradient", {"grad_norm": 40.0}, "warning", "100x the usual 0.4"),
         ("entropy", {"entropy": 0.01}, "warning", "explores very little"),
         ("entropy", {"entropy": 9.0}, "warning", "random"),
-        ("signal", {"rollout/groups_without_signal": 1.0}, "bad", "100% of the tasks"),
-        ("signal", {"rollout/groups_without_signal": 0.9}, "warning", "90% of the tasks"),
-        ("infrastructure", {"rollout/invalid/sandbox": 0.05}, "warning", "most because of sandbox"),
-        ("infrastructure", {"rollout/invalid/engine": 0.5}, "bad", "most because of engine"),
+        ("signal", {"rollout/zero_advantage_fraction": 1.0}, "bad", "100% of the tasks"),
+        ("signal", {"rollout/zero_advantage_fraction": 0.9}, "warning", "90% of the tasks"),
         (
             "infrastructure",
-            {"rollout/invalid/sandbox": 0.1, "rollout/invalid/sandbox/server_hung": 0.1},
+            {"rollout/invalid_fraction/sandbox": 0.05},
+            "warning",
+            "most because of sandbox",
+        ),
+        (
+            "infrastructure",
+            {"rollout/invalid_fraction/engine": 0.5},
+            "bad",
+            "most because of engine",
+        ),
+        (
+            "infrastructure",
+            {
+                "rollout/invalid_fraction/sandbox": 0.1,
+                "rollout/invalid_fraction/sandbox/server_hung": 0.1,
+            },
             "warning",
             "10.0% of the episodes",
         ),
@@ -126,7 +139,7 @@ def test_extended_run_is_not_finished() -> None:
 
 @pytest.mark.parametrize(("accuracy", "level"), [(0.0, "bad"), (1.0, "warning")])
 def test_viewer_gives_the_advice_of_the_terminal(accuracy: float, level: str) -> None:
-    last = {"rollout/groups_without_signal": 1.0, "accuracy": accuracy, "finish/stop": 1.0}
+    last = {"rollout/zero_advantage_fraction": 1.0, "accuracy": accuracy, "finish/stop": 1.0}
     made = records(**last)
     (found,) = [finding for finding in check_health(made, True) if finding.check == "signal"]
     watch = SignalWatch(patience=1)

@@ -27,7 +27,7 @@ from rl_loop.chatml.codec import ChatMl
 from rl_loop.chatml.prompt_config import ChatMlConfig
 from rl_loop.chatml.vocabulary import tiny_vocabulary
 from rl_loop.config.episode import EpisodeLimits
-from rl_loop.data.credit import has_signal
+from rl_loop.data.credit import rewards_differ
 from rl_loop.data.trajectory import FinishReason, Trajectory, TrajectoryGroup
 from rl_loop.engines.protocol import GenerateRequest, GenerateResult, ModelShape, SamplingParams
 from rl_loop.environments import RewardConfig, make_offline_environment
@@ -334,7 +334,7 @@ def test_only_truncated_sequences_are_masked(
     assert episode.invalid is None, episode.invalid
     assert [sequence.excluded for sequence in episode.sequences] == excluded
     assert episode.truncated is any(excluded)
-    assert has_signal(build_group(episode), AlgorithmConfig()) is not all(excluded)
+    assert rewards_differ(build_group(episode), AlgorithmConfig()) is not all(excluded)
 
     # Whole turns are trained on, even if a truncated sequence contains them, too.
     whole = sum(len(turns[0]) for _, max_tokens in plan if max_tokens is None)

@@ -70,7 +70,7 @@ def test_tokens_sampled_through_the_gateway_train_unchanged(
     steps = [r for r in read_json_lines(whole.directory / "metrics.jsonl") if "reward" in r]
     assert len(steps) == 2
     assert all(step["grad_norm"] > 0 for step in steps)
-    assert all(step["rollout/invalid/environment"] == 0 for step in steps)
+    assert all(step["rollout/invalid_fraction/environment"] == 0 for step in steps)
 
     # 16 episodes per step. Episodes of two conversations have two rows and count once in means.
     rows = [row for row in read_episodes(whole.directory) if row["split"] == "train"]

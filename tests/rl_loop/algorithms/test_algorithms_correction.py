@@ -94,7 +94,7 @@ def test_correction_weights_equal_those_of_the_rule(
 
 
 def sample(
-    staleness: list[int] | None = None, is_spliced: list[bool] | None = None
+    staleness: list[int] | None = None, is_off_policy: list[bool] | None = None
 ) -> dict[str, Any]:
     return {
         "token_ids": [1, 2, 3, 4],
@@ -102,7 +102,7 @@ def sample(
         "advantages": [1.0] * 4,
         "rollout_log_probs": [0.0, -1.0, -1.0, -1.0],
         "staleness": staleness,
-        "is_spliced": is_spliced,
+        "is_off_policy": is_off_policy,
     }
 
 
@@ -124,14 +124,14 @@ def test_rho_is_the_trainers_probability_over_the_engines() -> None:
     weights, sums = run(config, sample(), [-1.0, -1.0 + math.log(8), -1.0 - math.log(8)])
     # 8 is within the bounds and 1/8 is not. With swapped bounds it would be the opposite.
     assert weights.tolist() == pytest.approx([1.0, 8.0, 0.0])
-    assert sums["correction/dropped_icepop"] == 1
+    assert sums["correction/dropped_fraction/icepop"] == 1
 
 
 def test_veto_of_one_token_drops_its_sequence() -> None:
     config = AlgorithmConfig.model_validate({"correction": {"veto": 1e-4}})
     weights, sums = run(config, sample(), [-1.0, -1.0, -12.0])
     assert not weights.any()
-    assert sums["correction/dropped_veto"] == 3
+    assert sums["correction/dropped_fraction/veto"] == 3
     assert sums["tokens"] == 3  # still in the denominator
 
 
@@ -143,13 +143,13 @@ def test_tokens_beyond_the_staleness_limit_are_dropped() -> None:
     one["old_log_probs"] = one["rollout_log_probs"]
     weights, sums = run(config, one, [-1.0, -1.0, -1.0])
     assert weights.tolist() == pytest.approx([1.0, 1.0, 0.0])
-    assert sums["correction/dropped_too_old"] == 1
+    assert sums["correction/dropped_fraction/too_old"] == 1
 
 
 def test_spliced_tokens_train_without_correction_or_mismatch() -> None:
     weights, sums = run(
         AlgorithmConfig(),
-        sample(is_spliced=[False, False, True, False]),
+        sample(is_off_policy=[False, False, True, False]),
         [-1.0, -3.0, -1.0 + math.log(1.5)],
     )
     assert weights.tolist() == pytest.approx([1.0, 1.0, 1.5])

@@ -121,11 +121,11 @@ def test_step_with_all_tokens_masked_changes_no_weight(name: str, tmp_path: Path
 
 
 @pytest.mark.parametrize("name", ["grpo", "dapo", "gdpo"])
-def test_groups_without_signal_have_zero_gradient(name: str, tmp_path: Path) -> None:
+def test_groups_of_equal_rewards_have_zero_gradient(name: str, tmp_path: Path) -> None:
     steps = train(config(tmp_path, f"algorithm={name}", *NOTHING_ENDS, *EXTRA.get(name, [])), None)
     for step in steps:
         assert all(value is not None and math.isfinite(value) for value in step.values())
-        assert step["rollout/groups_without_signal"] == 1
+        assert step["rollout/zero_advantage_fraction"] == 1
         assert (step["loss"], step["grad_norm"]) == (0, 0)
 
 
@@ -200,7 +200,7 @@ def test_rollouts_overlap_training_and_lag_by_one_version(tmp_path: Path) -> Non
     rollouts.close()
     steps = [record for record in records if is_training_step(record)]
     assert [step["rollout/staleness_max"] for step in steps] == [0, 1, 1, 1]
-    assert all(step["correction/dropped_too_old"] == 0 for step in steps)
+    assert all(step["correction/dropped_fraction/too_old"] == 0 for step in steps)
     assert [record["step"] for record in records if "held_out/reward" in record] == [0, 2]
     # The importance weight contains the updates after the tokens were sampled.
     assert steps[0]["mismatch/kl_k3"] < 1e-6 < min(step["mismatch/kl_k3"] for step in steps[1:])

@@ -27,11 +27,11 @@ from rl_loop.algorithms.objectives import policy_objective, value_objective
 from rl_loop.algorithms.policy_loss import kl_estimate
 from rl_loop.algorithms.registry import ADVANTAGES, POLICY_LOSSES
 from rl_loop.algorithms.sequences import SequenceIndex
-from rl_loop.data.credit import assign_advantages, has_signal
+from rl_loop.data.credit import assign_advantages, rewards_differ
 from rl_loop.data.samples import to_samples
 from rl_loop.data.trajectory import Trajectory, TrajectoryGroup
 from rl_loop.tracking.metrics import MetricName, StepMetrics
-from rl_loop.tracking.step_metrics import add_signal_metrics
+from rl_loop.tracking.step_metrics import add_zero_advantage_fraction
 from tests.support.rl_loop.algorithms import build_sample_batch, loss_tokens
 
 
@@ -174,7 +174,7 @@ def test_advantages_are_finite_if_tasks_lost_episodes(config: AlgorithmConfig) -
     if config.advantage.type not in ("gae", "reinforce") and config.whitens_over != "tokens":
         assert not np.any(samples.rows("advantages")[0]), "it has nothing to be compared with"
     assert len(credited([group([])], config)) == 0
-    assert not has_signal(groups[0], config)
+    assert not rewards_differ(groups[0], config)
 
 
 def test_reward_differences_of_any_scale_have_advantages() -> None:
@@ -440,7 +440,7 @@ def test_spliced_tokens_do_not_dilute_the_mean_of_a_sequence() -> None:
         "advantages": [1.0] * 4,
         "rollout_log_probs": [0.0, -1.0, 0.0, 0.0],
     }
-    one["is_spliced"] = [False, False, True, True]
+    one["is_off_policy"] = [False, False, True, True]
     config = AlgorithmConfig.model_validate({"correction": {"geometric_bounds": (0.8, 1.25)}})
     log_probs = torch.tensor(
         [-1.3, -0.1, -0.1], requires_grad=True
@@ -449,16 +449,16 @@ def test_spliced_tokens_do_not_dilute_the_mean_of_a_sequence() -> None:
     output = objective(log_probs, torch.zeros(3), build_sample_batch([one]))
     output.loss.backward()
     assert not log_probs.grad.any()  # type: ignore[union-attr]
-    assert output.sums["correction/dropped_geometric"] == 3
+    assert output.sums["correction/dropped_fraction/geometric"] == 3
 
 
 def test_spliced_tokens_train_with_any_engine_log_probs() -> None:
     config, samples, _ = exclusion("masked", "ppo")
     samples[0]["loss_mask"] = [0, 1, 1, 1, 1, 1]
-    samples[0]["is_spliced"] = [False, False, True, True, False, False]
+    samples[0]["is_off_policy"] = [False, False, True, True, False, False]
     batch = packed(samples)
     log_probs, entropy = batch.rollout_log_probs + 0.02, torch.ones_like(batch.rollout_log_probs)
-    spliced = batch.is_spliced
+    spliced = batch.is_off_policy
     want = gradients(config, samples, batch, log_probs, entropy)
     assert want[1][spliced].all()
     for garbage in GARBAGE:
@@ -591,26 +591,26 @@ def test_dynamic_sampling_compares_the_rewards_of_the_advantage() -> None:
             for s, t in ((1.0, -1.0), (-1.0, 1.0))
         ],
     )
-    assert has_signal(parts, algorithm("gdpo"))
-    assert not has_signal(parts, algorithm("grpo"))
+    assert rewards_differ(parts, algorithm("gdpo"))
+    assert not rewards_differ(parts, algorithm("grpo"))
     unweighted = TrajectoryGroup(
         "t", [episode(r, reward_parts={"score": 1.0, "style": r}) for r in (0.0, 1.0)]
     )
-    assert not has_signal(
+    assert not rewards_differ(
         unweighted, algorithm("gdpo", reward_weights={"score": 1.0, "style": 0.0})
     )
-    assert has_signal(unweighted, algorithm("grpo"))
+    assert rewards_differ(unweighted, algorithm("grpo"))
     rounded = TrajectoryGroup("t", [episode(r) for r in (0.3, 0.1 + 0.2)])
-    assert not has_signal(rounded, algorithm("grpo"))
+    assert not rewards_differ(rounded, algorithm("grpo"))
 
 
 def test_group_with_all_episodes_excluded_has_no_signal() -> None:
     excluded = TrajectoryGroup("t", [replace(episode(r), excluded=True) for r in (0.0, 1.0)])
-    assert not has_signal(excluded, algorithm("grpo"))
+    assert not rewards_differ(excluded, algorithm("grpo"))
     metrics = StepMetrics(0)
     groups = [excluded, group([1.0, 1.0]), group([0.0, 1.0])]
-    add_signal_metrics(metrics, groups, credited(groups, algorithm("grpo")))
-    assert metrics.values()[MetricName.GROUPS_WITHOUT_SIGNAL] == pytest.approx(2 / 3)
+    add_zero_advantage_fraction(metrics, groups, credited(groups, algorithm("grpo")))
+    assert metrics.values()[MetricName.ZERO_ADVANTAGE_FRACTION] == pytest.approx(2 / 3)
 
 
 @pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])

@@ -84,7 +84,7 @@ def test_teachers_advantage_is_added_to_that_of_the_reward() -> None:
 
 def test_spliced_and_old_tokens_get_no_advantage_of_the_teacher() -> None:
     samples = scored_samples(
-        is_spliced=[False, True, False, False, False, False, False],
+        is_off_policy=[False, True, False, False, False, False, False],
         staleness=np.array([0, 0, 0, 1, 0, 0, 2], dtype=np.int32),  # type: ignore[arg-type]
     )
     settings = algorithm(advantage=NoAdvantage(), max_staleness=1)

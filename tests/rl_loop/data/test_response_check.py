@@ -55,7 +55,7 @@ def test_prompts_few_tokens_and_stale_ones_are_not_reported() -> None:
     old[28:40] = 1
     check_sampled_by_policy(replace(samples, staleness=old), trained, limit=0.1, step=0)
     spliced = old.astype(np.bool_)
-    check_sampled_by_policy(replace(samples, is_spliced=spliced), trained, limit=0.1, step=0)
+    check_sampled_by_policy(replace(samples, is_off_policy=spliced), trained, limit=0.1, step=0)
     few = samples.loss_mask.copy()
     few[28:33] = False
     check_sampled_by_policy(replace(samples, loss_mask=few), trained, limit=0.1, step=0)

@@ -44,7 +44,7 @@ def test_episodes_are_concatenated_with_their_task_names() -> None:
     for name in ("token_ids", "loss_mask", "rollout_log_probs"):
         expected = np.concatenate([getattr(short, name), getattr(long, name)])
         assert np.array_equal(getattr(samples, name), expected), name
-    assert samples.staleness is None and samples.is_spliced is None
+    assert samples.staleness is None and samples.is_off_policy is None
     assert samples.advantages is None and samples.routed_experts is None
     assert max_staleness(samples) == 0
 
@@ -65,17 +65,17 @@ def test_sampled_tokens_have_staleness_and_spliced_ones_none() -> None:
     spans = [WeightVersionSpan(2, 4, 3), WeightVersionSpan(4, 7, 2), WeightVersionSpan(7, 9, 5)]
     old = episode("a", 9, weight_versions=spans, spliced=[(3, 5)])
     samples = to_samples(groups(episode("b", 4), old), STALE, version=5)
-    assert samples.staleness is not None and samples.is_spliced is not None
+    assert samples.staleness is not None and samples.is_off_policy is not None
     assert samples.staleness.tolist() == [0] * 4 + [0, 0, 2, 0, 0, 3, 3, 0, 0]
-    assert np.flatnonzero(samples.is_spliced).tolist() == [7, 8]
+    assert np.flatnonzero(samples.is_off_policy).tolist() == [7, 8]
     assert max_staleness(samples) == 3
 
 
 def test_constrained_tokens_are_marked_and_keep_their_staleness() -> None:
     old = episode("a", 6, version=4, constrained=[(3, 5)], spliced=[(5, 6)])
     samples = to_samples(groups(old), STALE, version=5)
-    assert samples.is_spliced is not None and samples.staleness is not None
-    assert np.flatnonzero(samples.is_spliced).tolist() == [3, 4, 5]
+    assert samples.is_off_policy is not None and samples.staleness is not None
+    assert np.flatnonzero(samples.is_off_policy).tolist() == [3, 4, 5]
     assert samples.staleness.tolist() == [0, 0, 1, 1, 1, 0]
 
 

@@ -81,8 +81,8 @@ def spliced(trajectory: Trajectory) -> np.ndarray:
     """Return the column of a training sample."""
     groups = [TrajectoryGroup(trajectory.task_id, [trajectory])]
     samples = to_samples(groups, AlgorithmConfig(), version=1)
-    assert samples.is_spliced is not None
-    return samples.is_spliced
+    assert samples.is_off_policy is not None
+    return samples.is_off_policy
 
 
 @pytest.mark.parametrize("choice", ["required", NAMED])

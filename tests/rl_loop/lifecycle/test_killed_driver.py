@@ -99,5 +99,10 @@ def test_killed_run_resumes_and_trains_every_group_once(
     assert max(step["rollout/staleness_max"] for step in after) <= STALENESS
     assert [step["rollout/async_groups"] for step in after] == [4, 4, 4, 4, 2, 0]
     for step in after:
-        assert step["correction/dropped_too_old"] == 0
-        assert sum(value for name, value in step.items() if name.startswith("rollout/invalid")) == 0
+        assert step["correction/dropped_fraction/too_old"] == 0
+        assert (
+            sum(
+                value for name, value in step.items() if name.startswith("rollout/invalid_fraction")
+            )
+            == 0
+        )

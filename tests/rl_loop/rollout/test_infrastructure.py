@@ -750,10 +750,12 @@ def test_invalid_episodes_are_counted_by_component() -> None:
     ]
     add_rollout_metrics(metrics, groups)
     values = metrics.values()
-    assert values["rollout/invalid/tool"] == values["rollout/invalid/engine"] == 0.25
-    assert values["rollout/invalid/checker"] == 0.0
-    assert values["rollout/invalid"] == 0.5
-    assert {f"rollout/invalid/{component}" for component in COMPONENTS} <= values.keys()
+    assert (
+        values["rollout/invalid_fraction/tool"] == values["rollout/invalid_fraction/engine"] == 0.25
+    )
+    assert values["rollout/invalid_fraction/checker"] == 0.0
+    assert values["rollout/invalid_fraction"] == 0.5
+    assert {f"rollout/invalid_fraction/{component}" for component in COMPONENTS} <= values.keys()
     assert values["rollout/skipped_tasks"] == 0.5
     assert values["reward"] == 1.0
 
@@ -775,16 +777,16 @@ def test_share_of_invalid_episodes_has_a_metric_per_cause() -> None:
     shares = {
         name: value
         for name, value in metrics.values().items()
-        if name.startswith("rollout/invalid") and value > 0
+        if name.startswith("rollout/invalid_fraction") and value > 0
     }
     assert shares == {
-        "rollout/invalid": 0.5,
-        "rollout/invalid/sandbox": 0.3,
-        "rollout/invalid/sandbox/server_hung": 0.2,
-        "rollout/invalid/sandbox/machine_out_of_memory": 0.1,
-        "rollout/invalid/tool": 0.1,
-        "rollout/invalid/tool/tool_server_http_a_1_mcp": 0.1,
-        "rollout/invalid/engine": 0.1,
+        "rollout/invalid_fraction": 0.5,
+        "rollout/invalid_fraction/sandbox": 0.3,
+        "rollout/invalid_fraction/sandbox/server_hung": 0.2,
+        "rollout/invalid_fraction/sandbox/machine_out_of_memory": 0.1,
+        "rollout/invalid_fraction/tool": 0.1,
+        "rollout/invalid_fraction/tool/tool_server_http_a_1_mcp": 0.1,
+        "rollout/invalid_fraction/engine": 0.1,
     }
 
 

@@ -121,8 +121,8 @@ def test_spliced_tokens_skip_correction_and_routing_replay(tiny: Harmony) -> Non
     assert trajectory.routed_experts[:, 0, 0].tolist() == positions
     config = AlgorithmConfig(mini_batches=2, max_staleness=9)
     samples = to_samples([TrajectoryGroup("t", [trajectory])], config, version=3)
-    assert samples.is_spliced is not None and samples.staleness is not None
-    assert np.flatnonzero(samples.is_spliced).tolist() == list(range(start, end))
+    assert samples.is_off_policy is not None and samples.staleness is not None
+    assert np.flatnonzero(samples.is_off_policy).tolist() == list(range(start, end))
     assert not samples.staleness[start:end].any(), "where they stand they were not sampled"
     assert samples.staleness.any(), "others are stale"
     assert samples.loss_mask[start:end].all()

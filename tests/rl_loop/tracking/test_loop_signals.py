@@ -108,7 +108,7 @@ def test_step_takes_its_own_tasks_without_dynamic_sampling(tmp_path: Path) -> No
     assert names(collect_steps(resumed, range(2, 3))) == wanted[4:]
 
 
-def test_groups_without_signal_fill_an_incomplete_step(tmp_path: Path) -> None:
+def test_groups_of_equal_rewards_fill_an_incomplete_step(tmp_path: Path) -> None:
     settings = config(tmp_path, *from_file(tmp_path, 300), *DYNAMIC)
     tasks = [task.task_id for task in build_tasks(settings).train(0, 30)]
     rollouts = FakeRollouts(lambda task: task in tasks[25:29])
@@ -302,8 +302,8 @@ def test_run_with_all_tokens_masked_warns(tmp_path: Path) -> None:
 def test_watch_warns_after_consecutive_steps_without_gradient() -> None:
     watch, silent, lively = (
         SignalWatch(3),
-        {MetricName.GROUPS_WITHOUT_SIGNAL: 1.0},
-        {MetricName.GROUPS_WITHOUT_SIGNAL: 0.9},
+        {MetricName.ZERO_ADVANTAGE_FRACTION: 1.0},
+        {MetricName.ZERO_ADVANTAGE_FRACTION: 0.9},
     )
     assert [watch.observe(silent, [0.0]) for _ in range(2)] == [None, None]
     assert watch.observe(lively, [0.0, 0.1]) is None
@@ -318,7 +318,7 @@ def test_watch_warns_after_consecutive_steps_without_gradient() -> None:
 
 def test_watch_reports_a_policy_that_solves_everything() -> None:
     values = {
-        MetricName.GROUPS_WITHOUT_SIGNAL: 1.0,
+        MetricName.ZERO_ADVANTAGE_FRACTION: 1.0,
         MetricName.REWARD: 1.0,
         MetricName.ACCURACY: 1.0,
         "finish/stop": 1.0,

@@ -33,7 +33,7 @@ def samples(lengths: tuple[int, ...] = (5, 9, 3, 6), seed: int = 0) -> list[dict
             "values": row(n),
             "returns": row(n),
             "staleness": [max(0, i % 3 - 1) for i in range(n)],
-            "is_spliced": [i % 3 == 0 for i in range(n)],
+            "is_off_policy": [i % 3 == 0 for i in range(n)],
         }
         for n in lengths
     ]

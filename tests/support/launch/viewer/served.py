@@ -100,9 +100,9 @@ class ExampleRun:
                 MetricName.ENTROPY: 1.0,
                 MetricName.STEP_SECONDS: 2.0,
                 "seconds/rollout": 1.2,
-                "seconds/train": 0.6,
-                "rollout/invalid/sandbox": 0.0,
-                MetricName.GROUPS_WITHOUT_SIGNAL: 0.1,
+                "seconds/update": 0.6,
+                "rollout/invalid_fraction/sandbox": 0.0,
+                MetricName.ZERO_ADVANTAGE_FRACTION: 0.1,
             }
             for name, value in (usual | values).items():
                 metrics.add(name, value, "last")
