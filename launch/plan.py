@@ -17,7 +17,7 @@ from megatron_gptoss.planning.memory import worst_estimate
 from megatron_gptoss.planning.memory_advice import Hardware, describe_layout, layouts_that_fit
 from megatron_gptoss.planning.memory_inputs import MemoryInputs
 from megatron_gptoss.planning.step_time import StepTime, predict_step
-from rl_loop.config.run import RlConfig, SftConfig
+from rl_loop.config.run import RlConfig, RunConfig, SftConfig
 from rl_loop.lifecycle.disk_checks import DiskNeed, format_size
 
 LAYOUTS_SHOWN = 5
@@ -45,7 +45,7 @@ class SharedPrompts:
     """Tokens of a prompt, at least ``training.min_shared``."""
 
 
-def shared_prompts(config: RlConfig | SftConfig, tokens: int) -> SharedPrompts | None:
+def shared_prompts(config: RunConfig, tokens: int) -> SharedPrompts | None:
     """Return the prompts that a run shares; None if it shares none.
 
     Args:
@@ -58,6 +58,7 @@ def shared_prompts(config: RlConfig | SftConfig, tokens: int) -> SharedPrompts |
     if isinstance(config, RlConfig):
         samples = config.rollout.samples_per_task
     else:
+        assert isinstance(config, SftConfig)
         # A prompt ends before the first token in the loss.
         has_prompt = not (sharing.prompts_only and config.trains_all_tokens)
         samples = config.sequences_per_step if has_prompt else 1

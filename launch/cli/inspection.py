@@ -99,12 +99,11 @@ def plan(
 
     Needs neither weights nor a GPU. Exit code 1 if the configuration does not fit.
     """
-    from rl_loop.config.load import load_config, load_rl_config
-    from rl_loop.config.run import SftConfig
+    from rl_loop.config.load import load_rl_config, load_run_config
 
     # Load the configuration before the imports of planning, so that mistakes appear at once.
     rl = None if sft else load_rl_config(path, overrides)
-    config = rl or load_config(path, SftConfig, overrides)
+    config = rl or load_run_config(path, "sft", overrides)
     from launch.gpus import planned_hardware
     from launch.plan import attention_plan, disk_plan, shared_prompts, speed_notes, step_plan
     from launch.rollout_plan import loop_plan

@@ -63,8 +63,8 @@ def test_every_kind_of_layer_without_a_kernel_has_a_reason(
     )
 
     windowed, full = sorted(slow_reasons(models[0]), reverse=True)
-    assert "heads 8/2, head size 16, window 8" in windowed and "window is missing" in windowed
-    assert "heads 8/2, head size 16, full attention" in full and "short is missing" in full
+    assert "heads 8/2, head size 16, window 8" in windowed and "hopper is missing" in windowed
+    assert "heads 8/2, head size 16, full attention" in full and "hopper is missing" in full
     assert slow_reasons(models[1]) == []
     assert slow_reasons(reference) == []
 

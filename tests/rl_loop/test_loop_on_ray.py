@@ -14,6 +14,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import psutil
 import pytest
@@ -29,11 +30,13 @@ from launch.report import build_report
 from launch.viewer.run_view import RunView
 from megatron_gptoss.checkpoint import gathered_state
 from megatron_gptoss.user_error import UserError
+from rl_loop import run as run_module
 from rl_loop.config.errors import ConfigError
 from rl_loop.config.load import load_config
 from rl_loop.config.run import RlConfig, SftConfig
 from rl_loop.data.tensor_bytes import StoredTensors
 from rl_loop.infrastructure import COMPONENTS, InfrastructureOutageError
+from rl_loop.loop import RlLoop
 from rl_loop.rollout.group_stream import GroupRequest
 from rl_loop.run import RunInterrupted, run_engine_report, run_rl, run_sft
 from rl_loop.session import build_rollouts, build_tasks, build_trainer
@@ -48,7 +51,6 @@ from rl_loop.trainer.ray_ranks import RankDiedError, TrainerProcess
 from rl_loop.weight_sync.canary import CanaryError, CanaryTolerance, check_canary
 from rl_loop.weight_sync.source import LoadedWeights
 from tests.support.forked_workers import local_ray
-from tests.support.processes import read_command
 from tests.support.rl_loop.tiny_runs import CONFIGS, RL, SMALL, Quiet, curve
 from tests.support.waiting import wait_until
 
@@ -430,17 +432,27 @@ def test_killed_rollout_worker_loses_no_episode(tmp_path: Path) -> None:
         trainer.close()
 
 
-def test_off_policy_run_continues_after_a_worker_is_killed(tmp_path: Path) -> None:
+def test_off_policy_run_continues_after_a_worker_is_killed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     options = ["algorithm.max_staleness=2", "training.steps=5", "training.checkpoint_every=2"]
     config = rl_config(tmp_path, *options, "rollout.workers=2")
+    pools: list[Any] = []
     killed: list[int] = []
+    build_loop = run_module.build_loop
+
+    def noted_loop(*arguments: Any) -> RlLoop:
+        loop = build_loop(*arguments)
+        pools.append(loop.rollouts)
+        return loop
 
     def kill_a_worker(step: int) -> None:
         if step == 2:
-            ours = psutil.Process().children(recursive=True)
-            victims = [p for p in ours if "ray::RolloutWorker" in read_command(p)]
-            killed.append(victims[0].pid)
-            victims[0].kill()
+            victim = pools[0]._call(0, "__ray_call__", lambda worker: os.getpid())
+            killed.append(victim)
+            os.kill(victim, signal.SIGKILL)
+
+    monkeypatch.setattr(run_module, "build_loop", noted_loop)
 
     run = run_rl(config, Quiet(on_step=kill_a_worker))
     assert len(killed) == 1

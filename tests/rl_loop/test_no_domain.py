@@ -20,7 +20,10 @@ PRODUCT = [
 
 # Chat formats also use the word "instructions", so only a whole string constant counts as a name.
 # A field of OpenAI's responses API has the name of an environment.
-FIELDS = {(ROOT / "rl_loop/gateway/fields.py", "instructions")}
+FIELDS = {
+    (ROOT / f"rl_loop/gateway/{module}.py", "instructions")
+    for module in ("fields", "answer_fields")
+}
 WORDS = [name for name in ENVIRONMENTS if name != "instructions"]
 ENVIRONMENT_MODULES = {
     f"rl_loop.environments.{path.stem}"

@@ -39,7 +39,7 @@ def steps(monkeypatch: pytest.MonkeyPatch) -> MagicMock:
 def config(*, has_mxfp4_experts: bool) -> Any:
     engine = SimpleNamespace(has_mxfp4_experts=has_mxfp4_experts)
     return SimpleNamespace(
-        algorithm=SimpleNamespace(critic=None, kl=None),
+        algorithm=SimpleNamespace(estimates=()),
         training=SimpleNamespace(steps=1),
         rollout=SimpleNamespace(engine=engine),
         directory="directory",

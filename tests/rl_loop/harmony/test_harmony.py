@@ -433,9 +433,14 @@ def test_repeated_headers_are_parsed_once(full: Harmony) -> None:
     comments = [ParsedMessage("commentary", None, None, "a")] * 3000
     ids = full.render_assistant([*comments, ParsedMessage("final", None, None, "b")])
 
-    began = time.process_time()
-    messages = full.parse(ids)
-    parsed = time.process_time()
-    assert not isinstance(messages, FormatError) and len(messages) == len(comments) + 1
-    harmony_encoding().parse_messages_from_completion_tokens(ids, Role.ASSISTANT)
-    assert parsed - began < (time.process_time() - parsed) / 2
+    ours, theirs = [], []
+    # The best of three, because other programs slow down some of them.
+    for _ in range(3):
+        began = time.process_time()
+        messages = full.parse(ids)
+        parsed = time.process_time()
+        assert not isinstance(messages, FormatError) and len(messages) == len(comments) + 1
+        harmony_encoding().parse_messages_from_completion_tokens(ids, Role.ASSISTANT)
+        ours.append(parsed - began)
+        theirs.append(time.process_time() - parsed)
+    assert min(ours) < min(theirs) / 2

@@ -25,9 +25,9 @@ REQUESTS = [
     TurnRequest((BRIEF, HI)),
     TurnRequest((BRIEF | {"content": "Be long."}, HI)),
     TurnRequest((BRIEF, BRIEF, HI)),
-    TurnRequest((BRIEF, HI), (SEARCH,)),
-    TurnRequest((BRIEF, HI), (replace(SEARCH, description="Finds."),)),
-    TurnRequest((BRIEF, HI), (replace(SEARCH, parameters=None),)),
+    TurnRequest((BRIEF, HI), tools=(SEARCH,)),
+    TurnRequest((BRIEF, HI), tools=(replace(SEARCH, description="Finds."),)),
+    TurnRequest((BRIEF, HI), tools=(replace(SEARCH, parameters=None),)),
     TurnRequest((BRIEF, HI), reasoning_effort="high"),
 ]
 

@@ -147,16 +147,19 @@ def check_capture(served: Served, trajectories: list[Trajectory], *, lost: int =
         ids = trajectory.token_ids.tolist()
         exact = [0.0, *plain_log_probs(served.model, ids)]
         for start, end in runs(trajectory.loss_mask):
-            # Two requests may be equal. Each of their results is claimed once.
-            call, *_ = [
-                call
-                for call in unclaimed
-                if call.request.input_ids == ids[:start]
-                and call.result.output_ids == ids[start:end]
-            ]
-            unclaimed.remove(call)
-
             captured = trajectory.rollout_log_probs[start:end]
+            # Two results may have equal tokens, with log-probs that differ by the rounding of their
+            # batches. Each is claimed once.
+            call = min(
+                (
+                    call
+                    for call in unclaimed
+                    if call.request.input_ids == ids[:start]
+                    and call.result.output_ids == ids[start:end]
+                ),
+                key=lambda call: np.abs(captured - call.result.output_log_probs).max(),
+            )
+            unclaimed.remove(call)
             assert captured == pytest.approx(call.result.output_log_probs, abs=1e-7)
             assert captured == pytest.approx(exact[start:end], abs=1e-4)
             if call.result.routed_experts is None:
