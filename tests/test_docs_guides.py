@@ -155,3 +155,11 @@ def test_one_gpu_guide_quotes_results() -> None:
     for gpu, column in columns.items():
         (recorded,) = re.findall(rf"^\| 20B adapters, {gpu}.*$", loop, flags=re.M)[:1]
         assert all(f"| {row[column]} |" in recorded for row in rows), gpu
+
+
+def test_planning_note_shows_what_plan_prints() -> None:
+    note = (ROOT / "docs/design/planning.md").read_text().partition("## Worked example")[2]
+    shown = note.split("```\n")[1].strip("\n").splitlines()
+    assert len(shown) >= 10
+    printed = [line.strip() for line in plan("rl/gpt-oss-20b_1x4", "--gpu", "h200")]
+    assert [line for line in shown if line.strip() not in printed] == []

@@ -29,7 +29,7 @@ def sharding_metadata() -> dict[str, Any]:
     """Return the options of sharded state dicts, which decide the names of saved tensors."""
     return {
         # "fully_reshardable" saves the state of a parameter under the parameter's name, so that
-        # any layout finds it. The prefix of chained optimizers would add the number of the
+        # another layout finds it. The prefix of chained optimizers would add the number of the
         # optimizer to the name, but experts have a separate optimizer in some layouts only.
         "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
         "chained_optim_avoid_prefix": True,

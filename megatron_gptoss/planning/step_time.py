@@ -22,8 +22,8 @@ from megatron_gptoss.planning.parameter_counts import (
 
 GPUS_PER_NODE = 8
 """GPUs per node, which NVLink connects."""
-# Fitted together with HALF_SPEED_ROWS. With these constants, predictions are within 10% of runs with
-# 16k tokens per micro-batch, except with tensor parallelism.
+# Fitted together with HALF_SPEED_ROWS. With these constants, predictions are within 11% of runs with
+# 16k tokens per micro-batch, except on a slow machine and with tensor parallelism.
 LAYER_RATE = 520e12
 """FLOP/s of the layers, forward and backward, if every expert has many rows."""
 # Measured (docs/performance/layers_and_pipelines.md, output layer).
@@ -51,10 +51,11 @@ MERGE_OVERHEAD = {"bf16": 15, "mxfp4": 17}
 
 It covers loads, unpacking, scaling, adding the update and rounding.
 """
-# Unlike ``expert_load`` of ``activation_memory``, this is the load of one layer: in every layer,
-# all ranks wait for the fullest rank. LAYER_RATE and HALF_SPEED_ROWS were fitted with it.
+# LAYER_RATE and HALF_SPEED_ROWS were fitted with this value, which is equal for all layouts. It is
+# not a measured load: with random weights, the fullest rank has 1.19x to 1.33x the mean
+# (docs/performance/training.md).
 EXPERT_LOAD = 1.1
-"""Tokens of the fullest expert-parallel rank in a layer, relative to the mean."""
+"""Assumed tokens of the fullest expert-parallel rank in a layer, relative to the mean."""
 # Assumed: PCIe 5 at 80%.
 HOST_BANDWIDTH = 50e9
 """Bytes per second between a GPU and host memory, in each direction."""
