@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import doctest
 import importlib
+import itertools
 import os
 import re
 import shlex
@@ -21,7 +22,7 @@ from typer.testing import CliRunner
 
 from launch.cli import app
 from rl_loop.config.load import load_run_config
-from rl_loop.config.shipped import shipped_files
+from rl_loop.config.shipped import find_config, shipped_files
 from rl_loop.data.trajectory import Trajectory, TrajectoryGroup
 from rl_loop.environments import Task, make_offline_environment
 from rl_loop.tracking.metrics import StepMetrics
@@ -508,3 +509,68 @@ def test_names_of_tests_are_short() -> None:
     }
     assert len(names) > 1000
     assert not {name for name in names if len(name) > TEST_NAME_CHARACTERS}
+
+
+# ---- commands of results
+
+
+WRITES_ITS_RUN = ("--write-initial", "--shaped")
+"""Options with which a benchmark writes the run that it names."""
+
+WRITTEN_ELSEWHERE = {"shared_prefixes": {"runs/tiny_order_sft"}}
+"""Runs whose commands are on a page that the results page links."""
+
+
+def bash_lines(page: Path) -> list[str]:
+    """Return the lines of a page's bash blocks, with continued lines joined and loops unrolled."""
+    text = re.sub(r" *\\\n *", " ", page.read_text())
+    lines = []
+    for block in re.findall(r"^```bash\n(.*?)^```", text, flags=re.M | re.S):
+        for line in block.splitlines():
+            loop = re.fullmatch(r"for name in (.*); do (.*); done", line)
+            if loop is None:
+                lines.append(line)
+                continue
+            names, commands = loop.groups()
+            lines += [
+                command.replace("$name", name)
+                for name in names.split()
+                for command in commands.split("; ")
+            ]
+    return lines
+
+
+def runs_of(line: str) -> tuple[set[str], set[str]]:
+    """Return the run directories that a command reads, and those that it writes."""
+    words = [word for word in shlex.split(line) if word != "PYTHONPATH=."]
+    if words[0] == "gptoss" and words[1] in ("sft", "rl"):
+        path = find_config(Path(words[2]), words[1])
+        config = load_run_config(path, words[1], words[3:])
+        starts = (config.initial_weights, getattr(config, "initial_adapter", None))
+        reads = {str(start) for start in starts if str(start).startswith("runs/")}
+        return reads, {str(config.output_dir / config.name)}
+
+    named = {
+        word.rpartition("=")[2]
+        for option, word in itertools.pairwise(words)
+        if "runs/" in word and option not in ("--out", "--work")
+    }
+    reads_them = "benchmarks" in line and not any(option in words for option in WRITES_ITS_RUN)
+    return (named, set()) if reads_them else (set(), named)
+
+
+@pytest.mark.parametrize(
+    "page", sorted((ROOT / "docs/performance").glob("*.md")), ids=lambda page: page.stem
+)
+def test_commands_of_results_find_their_runs(page: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Earlier commands of a page write every run that a command reads, and each run once."""
+    monkeypatch.chdir(ROOT)
+    written = set(WRITTEN_ELSEWHERE.get(page.stem, ()))
+    trained: set[str] = set()
+    for line in bash_lines(page):
+        reads, writes = runs_of(line)
+        assert reads <= written, line
+        written |= writes
+        if re.search(r"gptoss (sft|rl) ", line):
+            assert not writes & trained, line
+            trained |= writes
