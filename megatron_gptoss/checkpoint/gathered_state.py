@@ -2,9 +2,8 @@
 
 The distributed optimizer splits the state over data-parallel ranks. A checkpoint contains the
 whole state of each parameter ("fully_reshardable"), so that another layout can load it, if both or
-neither have expert or tensor parallelism. The first rank of a
-data-parallel group writes the state. The other ranks are replicas, for which
-Megatron needs only shapes.
+neither have expert or tensor parallelism. The first rank of a data-parallel group writes the state.
+The other ranks are replicas, for which Megatron needs only shapes.
 
 megatron-core 0.19.2 gathers each buffer on all ranks, at 12 bytes per parameter, and copies the
 written part again. This module gathers on the writing ranks only, one tensor at a time.

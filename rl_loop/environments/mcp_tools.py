@@ -40,7 +40,7 @@ class McpOptions(ReplayedOptions):
     servers: dict[str, ToolServerConfig] = Field(min_length=1)
     """MCP servers, by names of your choice."""
     judge: str | None = None
-    """Function ``judge(task, answer, tools)`` as MODULE:FUNCTION, plain or async. It returns the
+    """Function ``judge(row, answer, tools)`` as MODULE:FUNCTION, plain or async. It returns the
     score (1 is perfect, 0 is the score of doing nothing), or a dictionary with "score" and ``parts``.
     It can inspect the servers with ``await tools.call(NAME, ARGUMENTS)``. null: an answer is correct
     if it equals the row's ``answer``."""

@@ -31,7 +31,7 @@ def release() -> Iterator[None]:
     released.set()
 
 
-def judge(task: dict[str, Any], answer: str, tools: Any) -> float:
+def judge(row: dict[str, Any], answer: str, tools: Any) -> float:
     if answer == "hang":
         released.wait(60)
     return 1.0

@@ -434,10 +434,10 @@ def test_invalid_options_are_rejected_by_the_configuration() -> None:
 # ---- judging, setting up, sharing
 
 
-async def ledger_judge(task: dict[str, Any], answer: str, tools: ToolBox) -> dict[str, float]:
+async def ledger_judge(row: dict[str, Any], answer: str, tools: ToolBox) -> dict[str, float]:
     """Judge the balance on the server, not the answer of the policy."""
     balance = await tools.call("balance", {})
-    return {"score": float(balance.text == task["answer"]), "said": float(answer == balance.text)}
+    return {"score": float(balance.text == row["answer"]), "said": float(answer == balance.text)}
 
 
 def test_judge_reads_the_state_of_the_servers(harmony: Harmony) -> None:
