@@ -1,6 +1,6 @@
 """Names and lifecycle of the directories that hold checkpoints.
 
-    ROOT/step_000120/                      torch_dist: model and optimizer, for any layout
+    ROOT/step_000120/                      torch_dist: model and optimizer, for other layouts, too
     ROOT/step_000120/gptoss_config.json    ModelConfig
     ROOT/step_000120/adapter.json          adapter settings and digest of the base (only adapters)
     ROOT/step_000120/quantization.json     number format of the experts (only if quantized)
