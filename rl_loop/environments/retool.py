@@ -25,7 +25,7 @@ from rl_loop.environments.base import (
     text_in,
     think,
 )
-from rl_loop.rewards.math_answer import is_number, judge, last_boxed, normalized
+from rl_loop.rewards.math_answer import is_correct_async, is_number, last_boxed, normalized
 from rl_loop.sandbox import ExecutionResult
 
 NEW_SESSION = (
@@ -157,7 +157,7 @@ class ReToolEnvironment(Environment):
         return output
 
     async def answer(self, text: str) -> StepResult:
-        correct = await judge(text, self.task.ground_truth)
+        correct = await is_correct_async(text, self.task.ground_truth)
         return self._judged(correct, last_boxed(text))
 
     def end_truncated(self) -> StepResult:

@@ -29,7 +29,7 @@ class ComparisonPool:
             control=("1/2", "0.5"),
         )
 
-    def equivalent(self, answer: str, truth: str) -> bool:
+    def equivalent_texts(self, answer: str, truth: str) -> bool:
         """Return True if two answers in standard notation mean the same.
 
         An answer that kills two processes counts as different, unless the machine is out of memory.
@@ -56,11 +56,11 @@ def prepare(_: None) -> None:
 def compare(pair: Pair) -> bool:
     """Return True if two texts in standard notation mean the same. Runs in a worker."""
     # Imported here, because the caller's process does not need sympy.
-    from rl_loop.rewards.comparison import are_equivalent
+    from rl_loop.rewards.comparison import equivalent_texts
 
     answer, truth = pair
     try:
-        return are_equivalent(answer, truth)
+        return equivalent_texts(answer, truth)
     except (Exception, RecursionError, MemoryError):
         # sympy raises many types of exceptions.
         return False
@@ -68,4 +68,4 @@ def compare(pair: Pair) -> bool:
 
 _pool = ComparisonPool()
 atexit.register(_pool.close)
-equivalent = _pool.equivalent
+equivalent_texts = _pool.equivalent_texts

@@ -34,7 +34,7 @@ OPAQUE = (
 """Functions that may agree at all points and differ elsewhere. Their arguments are compared."""
 
 
-def same_value(one: Expr, other: Expr) -> bool:
+def equivalent_values(one: Expr, other: Expr) -> bool:
     """Return True if two expressions are equal for all values of their variables."""
     if one == other:
         return True
@@ -46,7 +46,7 @@ def same_value(one: Expr, other: Expr) -> bool:
         return False
 
     if one.has(*OPAQUE) or other.has(*OPAQUE):
-        one, other = _without_functions(one, other)
+        one, other = _replace_functions(one, other)
     # Sorted, so that a verdict does not depend on the order of a set.
     symbols = sorted(one.free_symbols | other.free_symbols, key=str)
     if one == 0 or other == 0:
@@ -64,7 +64,7 @@ def same_value(one: Expr, other: Expr) -> bool:
     return bool(sympy.simplify(difference) == 0)
 
 
-def _without_functions(one: Expr, other: Expr) -> tuple[Expr, Expr]:
+def _replace_functions(one: Expr, other: Expr) -> tuple[Expr, Expr]:
     """Replace functions by variables if a few points do not prove equality: f(x), |x|."""
     dummies: dict[Expr, Expr] = {}
 
@@ -87,7 +87,7 @@ def _agree_at_points(one: Expr, other: Expr, symbols: Sequence[Expr]) -> bool:
             symbol: Rational(point + Fraction(i * i + i, 7 * i + 29))
             for i, symbol in enumerate(symbols)
         }
-        here, there = (_evaluated(value, values) for value in (one, other))
+        here, there = (_evaluate(value, values) for value in (one, other))
         if here is None or there is None:
             # If only one has a value at the point, they are not known to be equal.
             if (here is None) != (there is None):
@@ -101,7 +101,7 @@ def _agree_at_points(one: Expr, other: Expr, symbols: Sequence[Expr]) -> bool:
     return compared >= (2 if symbols else 1)
 
 
-def _evaluated(value: Expr, point: dict[Expr, Expr]) -> Expr | None:
+def _evaluate(value: Expr, point: dict[Expr, Expr]) -> Expr | None:
     """Return the value of an expression at a point. None if it has no finite value."""
     try:
         result = value.subs(point).evalf(DIGITS)

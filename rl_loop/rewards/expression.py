@@ -11,15 +11,15 @@ from typing import Any
 import sympy
 from sympy import Expr, Function, I, Rational, S, Symbol
 
-from rl_loop.rewards.tokens import (
+from rl_loop.rewards.latex_lexer import (
     ACCENTS,
     FUNCTIONS,
     GREEK,
-    INVERSES,
+    INVERSE_FUNCTIONS,
     LOGARITHMS,
-    OF_SEVERAL,
+    MULTI_ARGUMENT_FUNCTIONS,
     TRIGONOMETRY,
-    ExpressionToken,
+    LatexToken,
     UnreadableError,
     tokenize,
 )
@@ -28,7 +28,7 @@ DEGREE = Symbol("degree")
 """Unit of an angle, used as a factor: 30 degree."""
 SIGN = Symbol("plus_minus")
 r"""Symbol for \pm: 1 or -1."""
-MAX_DEPTH = 60
+MAX_EXPRESSION_DEPTH = 60
 """Maximum depth of nested groups, because Python's stack is limited."""
 
 UNDEFINED_FUNCTIONS = frozenset("fghFGH")
@@ -78,7 +78,7 @@ class _Reader:
         """Number of open | of absolute values."""
 
     def read(self) -> Expr:
-        value = self._sum()
+        value = self._read_sum()
         if self._next.kind != "end":
             raise self._unreadable()
         return value
@@ -86,10 +86,10 @@ class _Reader:
     # ---- tokens
 
     @property
-    def _next(self) -> ExpressionToken:
+    def _next(self) -> LatexToken:
         return self._tokens[self._at]
 
-    def _take(self) -> ExpressionToken:
+    def _take(self) -> LatexToken:
         token = self._tokens[self._at]
         # Stays at the end token, so that no caller has to check for the end.
         self._at = min(self._at + 1, len(self._tokens) - 1)
@@ -110,18 +110,18 @@ class _Reader:
 
     # ---- sums and products
 
-    def _sum(self) -> Expr:
+    def _read_sum(self) -> Expr:
         # Every nested group passes here, so one counter bounds the recursion.
         self._depth += 1
-        if self._depth > MAX_DEPTH:
+        if self._depth > MAX_EXPRESSION_DEPTH:
             raise self._unreadable()
-        terms = [self._signed_product()]
+        terms = [self._read_signed_product()]
         while self._next.text in SIGNS:
-            terms.append(self._signed_product())
+            terms.append(self._read_signed_product())
         self._depth -= 1
         return sympy.Add(*terms)
 
-    def _signed_product(self) -> Expr:
+    def _read_signed_product(self) -> Expr:
         sign: Expr = S.One
         while self._next.text in SIGNS:
             mark = self._take().text
@@ -131,25 +131,25 @@ class _Reader:
                 sign = sign * SIGN
             elif mark == r"\mp":
                 sign = -sign * SIGN
-        return sign * self._product()
+        return sign * self._read_product()
 
-    def _product(self) -> Expr:
-        value = self._mixed_number()
+    def _read_product(self) -> Expr:
+        value = self._read_mixed_number()
         if value is None:
-            value = self._power()
+            value = self._read_power()
         while True:
             if self._next.text in TIMES:
                 self._take()
-                value = value * self._signed_factor()
+                value = value * self._read_signed_factor()
             elif self._next.text in OVER:
                 self._take()
-                value = self._quotient(value, self._signed_factor())
+                value = self._divide(value, self._read_signed_factor())
             elif self._begins_factor():
-                value = value * self._power()
+                value = value * self._read_power()
             else:
                 return value
 
-    def _mixed_number(self) -> Expr | None:
+    def _read_mixed_number(self) -> Expr | None:
         r"""Parse 1\frac{1}{2} and "1 1/2". Returns None if no mixed number is next."""
         # Without this, 1\frac{1}{2} would be the product of 1 and 1/2.
         pattern = r"([0-9]+)\s*\\frac\{([0-9]+)\}\{([0-9]+)\}|([0-9]+) ([0-9]+)/([0-9]+)"
@@ -169,11 +169,11 @@ class _Reader:
         self._at += 8 if match[1] is not None else 4
         return Rational(whole * below + above, below)
 
-    def _signed_factor(self) -> Expr:
+    def _read_signed_factor(self) -> Expr:
         negative = False
         while self._next.text in ("+", "-"):
             negative ^= self._take().text == "-"
-        value = self._power()
+        value = self._read_power()
         return -value if negative else value
 
     def _begins_factor(self) -> bool:
@@ -187,41 +187,41 @@ class _Reader:
         # A number begins none, because "2 3" and "x2" are ambiguous.
         return token.kind == "command" and token.text[1:] in FACTORS
 
-    def _quotient(self, above: Expr, below: Expr) -> Expr:
+    def _divide(self, above: Expr, below: Expr) -> Expr:
         if below == 0:
             raise self._unreadable()
         return above / below
 
     # ---- powers
 
-    def _power(self) -> Expr:
-        value = self._postfix(self._atom())
+    def _read_power(self) -> Expr:
+        value = self._read_postfix(self._read_atom())
         if self._skip("^"):
-            value = self._raised(value, self._exponent())
-            value = self._postfix(value)
+            value = self._raise_to(value, self._read_exponent())
+            value = self._read_postfix(value)
             # "2^3^2" is not valid LaTeX and is ambiguous.
             if self._next.text == "^":
                 raise self._unreadable()
         return value
 
-    def _raised(self, base: Expr, exponent: Expr) -> Expr:
+    def _raise_to(self, base: Expr, exponent: Expr) -> Expr:
         # sympy would return infinity for 0^{-1}, and 1 for 0^0.
         if base == 0 and (exponent.is_negative or exponent == 0):
             raise self._unreadable()
         return sympy.Pow(base, exponent)
 
-    def _exponent(self) -> Expr:
+    def _read_exponent(self) -> Expr:
         if self._next.text == "{":
-            return self._group("{", "}")
+            return self._read_group("{", "}")
         negative = False
         if self._next.text in ("+", "-"):
             negative = self._take().text == "-"
-        value = self._postfix(self._atom())
+        value = self._read_postfix(self._read_atom())
         if self._skip("^"):
-            value = self._raised(value, self._exponent())
+            value = self._raise_to(value, self._read_exponent())
         return -value if negative else value
 
-    def _postfix(self, value: Expr) -> Expr:
+    def _read_postfix(self, value: Expr) -> Expr:
         while True:
             if self._skip("!"):
                 # "5!!" is the double factorial, and not the factorial of 5!.
@@ -239,47 +239,47 @@ class _Reader:
 
     # ---- atoms
 
-    def _atom(self) -> Expr:
+    def _read_atom(self) -> Expr:
         token = self._take()
         if token.kind == "number":
-            return self._number(token.text)
+            return self._read_number(token.text)
         if token.kind == "letter":
-            return self._letter(token.text)
+            return self._read_letter(token.text)
         if token.text in ("(", "[", "{"):
             self._at -= 1
-            return self._group(token.text, {"(": ")", "[": "]", "{": "}"}[token.text])
+            return self._read_group(token.text, {"(": ")", "[": "]", "{": "}"}[token.text])
         if token.text == "|":
-            return self._absolute("|")
+            return self._read_absolute("|")
         if token.kind == "command":
-            return self._command(token.text[1:])
+            return self._read_command(token.text[1:])
         raise self._unreadable()
 
-    def _group(self, opening: str, closing: str) -> Expr:
+    def _read_group(self, opening: str, closing: str) -> Expr:
         self._expect(opening)
         # Bars within brackets belong to the brackets: |(|x|)|.
         bars, self._bars = self._bars, 0
-        value = self._sum()
+        value = self._read_sum()
         self._bars = bars
         self._expect(closing)
         return value
 
-    def _absolute(self, closing: str) -> Expr:
+    def _read_absolute(self, closing: str) -> Expr:
         self._bars += 1
         # ||x|| may be nested or a norm.
         if self._bars > 1:
             raise self._unreadable()
-        value = self._sum()
+        value = self._read_sum()
         self._expect(closing)
         self._bars -= 1
         return sympy.Abs(value)
 
-    def _number(self, digits: str) -> Expr:
+    def _read_number(self, digits: str) -> Expr:
         # Digits in a base, such as 101_2, are no part of an expression.
         if self._next.text == "_":
             raise self._unreadable()
         if "." in digits and self._next.text == r"\overline":
             self._take()
-            block = self._raw_group()
+            block = self._read_raw_group()
             if not block.isdigit():
                 raise self._unreadable()
             # 0.1\overline{6}: the block divided by as many nines, behind the places before it.
@@ -288,20 +288,20 @@ class _Reader:
             return Rational(Fraction(digits.rstrip(".") or "0") + Fraction(int(block), nines))
         return Rational(Fraction(digits.rstrip(".")))
 
-    def _letter(self, letter: str) -> Expr:
-        name = self._indexed(letter)
+    def _read_letter(self, letter: str) -> Expr:
+        name = self._read_index(letter)
         if letter in UNDEFINED_FUNCTIONS and self._next.text == "(":
-            return Function(name)(*self._arguments())
+            return Function(name)(*self._read_arguments())
         if name == "e":
             return S.Exp1
         if name == "i":
             return I
         return Symbol(name)
 
-    def _indexed(self, name: str) -> str:
+    def _read_index(self, name: str) -> str:
         """Add index and primes to a name."""
         if self._skip("_"):
-            index = self._raw_group() if self._next.text == "{" else self._take().text
+            index = self._read_raw_group() if self._next.text == "{" else self._take().text
             if not index:
                 raise self._unreadable()
             name += f"_{index}"
@@ -309,7 +309,7 @@ class _Reader:
             name += "'"
         return name
 
-    def _raw_group(self) -> str:
+    def _read_raw_group(self) -> str:
         """Return the text of a group in braces."""
         self._expect("{")
         depth = 1
@@ -323,52 +323,52 @@ class _Reader:
                 return "".join(pieces)
             pieces.append(token.text)
 
-    def _argument(self) -> Expr:
+    def _read_argument(self) -> Expr:
         r"""Parse an argument of a command: in braces, or one digit, letter or command."""
         if self._next.text == "{":
-            return self._group("{", "}")
+            return self._read_group("{", "}")
         token = self._next
         if token.kind == "number" and len(token.text) == 1:
             self._take()
             return sympy.Integer(int(token.text))
         if token.kind in ("letter", "command"):
-            return self._atom()
+            return self._read_atom()
         raise self._unreadable()
 
-    def _command(self, name: str) -> Expr:
+    def _read_command(self, name: str) -> Expr:
         """Parse a command after its name."""
         # Constants and names.
         if name in CONSTANTS:
             return CONSTANTS[name]
         if name in GREEK:
-            return Symbol(self._indexed(f"\\{name}"))
+            return Symbol(self._read_index(f"\\{name}"))
         if name in ACCENTS:
-            return Symbol(self._indexed(f"\\{name}{{{self._raw_group()}}}"))
+            return Symbol(self._read_index(f"\\{name}{{{self._read_raw_group()}}}"))
         if name in FIGURES:
-            return self._figure(name)
+            return self._read_figure(name)
 
         # Commands with arguments in braces or between brackets.
         if name == "frac":
-            return self._quotient(self._argument(), self._argument())
+            return self._divide(self._read_argument(), self._read_argument())
         if name == "binom":
-            return sympy.binomial(self._argument(), self._argument())
+            return sympy.binomial(self._read_argument(), self._read_argument())
         if name == "sqrt":
-            return self._root()
+            return self._read_root()
         if name in BRACKETS:
-            return self._bracketed(name)
+            return self._read_bracketed(name)
         if name in SERIES:
-            return self._series(SERIES[name])
+            return self._read_series(SERIES[name])
 
         # Functions, also in \operatorname.
         if name == "operatorname":
-            name = self._raw_group()
-        if name in OF_SEVERAL:
-            return self._of_several(name)
+            name = self._read_raw_group()
+        if name in MULTI_ARGUMENT_FUNCTIONS:
+            return self._read_multi_argument_function(name)
         if name in FUNCTIONS:
-            return self._function(name)
+            return self._read_function(name)
         raise self._unreadable()
 
-    def _figure(self, name: str) -> Expr:
+    def _read_figure(self, name: str) -> Expr:
         r"""Parse the letters of \angle ABC."""
         letters = ""
         while self._next.kind == "letter":
@@ -377,43 +377,43 @@ class _Reader:
             raise self._unreadable()
         return Symbol(f"\\{name} {letters}")
 
-    def _bracketed(self, name: str) -> Expr:
+    def _read_bracketed(self, name: str) -> Expr:
         r"""Parse the rest of \lfloor x \rfloor."""
-        value = self._sum()
+        value = self._read_sum()
         self._expect("\\r" + name[1:])
         return BRACKETS[name](value)
 
-    def _root(self) -> Expr:
+    def _read_root(self) -> Expr:
         degree: Expr = sympy.Integer(2)
         if self._next.text == "[":
-            degree = self._group("[", "]")
-        inner = self._group("(", ")") if self._next.text == "(" else self._argument()
+            degree = self._read_group("[", "]")
+        inner = self._read_group("(", ")") if self._next.text == "(" else self._read_argument()
         if degree == 0:
             raise self._unreadable()
         return sympy.root(inner, degree)
 
     # ---- functions
 
-    def _function(self, name: str) -> Expr:
+    def _read_function(self, name: str) -> Expr:
         base: Expr | None = None
         if name == "log" and self._skip("_"):
-            base = self._argument()
+            base = self._read_argument()
             if base in (0, 1):
                 raise self._unreadable()
         exponent: Expr | None = None
         if self._skip("^"):
-            exponent = self._exponent()
+            exponent = self._read_exponent()
 
-        argument = self._function_argument()
+        argument = self._read_function_argument()
         if name in TRIGONOMETRY or name == "exp":
             # Functions take radians.
             argument = argument.subs(DEGREE, sympy.pi / 180)
         # \sin^{-1} x is the inverse function, but \sin^2 x is a power.
         if name in TRIGONOMETRY and exponent == -1:
             inverse = "arc" + name if not name.endswith("h") else "ar" + name
-            if inverse not in INVERSES:
+            if inverse not in INVERSE_FUNCTIONS:
                 raise self._unreadable()
-            return INVERSES[inverse](argument)
+            return INVERSE_FUNCTIONS[inverse](argument)
 
         if name in LOGARITHMS:
             if argument == 0:
@@ -424,35 +424,35 @@ class _Reader:
         elif name == "exp":
             value = sympy.exp(argument)
         else:
-            value = (TRIGONOMETRY | INVERSES)[name](argument)
-        return value if exponent is None else self._raised(value, exponent)
+            value = (TRIGONOMETRY | INVERSE_FUNCTIONS)[name](argument)
+        return value if exponent is None else self._raise_to(value, exponent)
 
-    def _function_argument(self) -> Expr:
+    def _read_function_argument(self) -> Expr:
         r"""Parse (x) or {x}, or factors without signs between them, such as 2x in \sin 2x."""
         if self._next.text in ("(", "{", "["):
             opening = self._next.text
-            return self._group(opening, {"(": ")", "[": "]", "{": "}"}[opening])
+            return self._read_group(opening, {"(": ")", "[": "]", "{": "}"}[opening])
         negative = self._skip("-")
-        value = self._power()
+        value = self._read_power()
         # "\sin x \cos x" is a product of two functions.
         while self._begins_factor() and self._next.text.removeprefix("\\") not in FUNCTIONS:
-            value = value * self._power()
+            value = value * self._read_power()
         # "\sin \pi/2" is \sin(\pi/2), but "\sin x/2" is ambiguous and usually a half of \sin x.
         if self._next.text == "/" and value.is_number:
             self._take()
-            value = self._quotient(value, self._power())
+            value = self._divide(value, self._read_power())
         return -value if negative else value
 
-    def _arguments(self) -> list[Expr]:
+    def _read_arguments(self) -> list[Expr]:
         self._expect("(")
-        values = [self._sum()]
+        values = [self._read_sum()]
         while self._skip(","):
-            values.append(self._sum())
+            values.append(self._read_sum())
         self._expect(")")
         return values
 
-    def _of_several(self, name: str) -> Expr:
-        values = self._arguments()
+    def _read_multi_argument_function(self, name: str) -> Expr:
+        values = self._read_arguments()
         if name in ("max", "min"):
             return (sympy.Max if name == "max" else sympy.Min)(*values)
         if all(value.is_Integer for value in values):
@@ -461,14 +461,14 @@ class _Reader:
         # sympy's gcd of polynomials, for example of a and 3, differs from the gcd of integers.
         return Function(name)(*sorted(values, key=str))
 
-    def _series(self, kind: Any) -> Expr:
+    def _read_series(self, kind: Any) -> Expr:
         self._expect("_")
-        bound = self._raw_group()
+        bound = self._read_raw_group()
         variable, equals, first = bound.partition("=")
         if not equals or not re.fullmatch("[a-zA-Z]", variable):
             raise self._unreadable()
         self._expect("^")
-        last = self._exponent()
-        body = self._product()
+        last = self._read_exponent()
+        body = self._read_product()
         # Evaluated, so that it is compared as a value.
         return kind(body, (Symbol(variable), read_expression(first), last)).doit()

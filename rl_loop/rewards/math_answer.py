@@ -11,14 +11,14 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from decimal import Decimal
 
-from rl_loop.rewards.comparison_pool import MAX_CHARACTERS, WORKERS, equivalent
+from rl_loop.rewards.comparison_pool import MAX_CHARACTERS, WORKERS, equivalent_texts
 from rl_loop.rewards.notation import MAX_PRODUCT_LETTERS, closing_brace, standard_notation
-from rl_loop.rewards.number import same_number
-from rl_loop.rewards.units import parse_quantity, same_units
+from rl_loop.rewards.number import equivalent_numbers
+from rl_loop.rewards.units import equivalent_units, parse_quantity
 
 BOX_WINDOW = 20_000
 """Characters to search around the last mention of a box. Answers may be megabytes of boxes."""
-MAX_DEPTH = 50
+MAX_BRACE_DEPTH = 50
 """Maximum depth of braces, because deeper ones exhaust the parser's stack."""
 MAX_DIGITS = 100_000
 """Maximum decimal digits of a power that is computed."""
@@ -61,7 +61,7 @@ BRACKETED_LITERAL = re.compile(r"[({]\s*([0-9]+)\s*[)}](?=\s*[!^])")
 _threads = ThreadPoolExecutor(max_workers=WORKERS, thread_name_prefix="answers")
 
 
-async def judge(answer: str, ground_truth: str) -> bool:
+async def is_correct_async(answer: str, ground_truth: str) -> bool:
     """Run ``is_correct`` on separate threads, without blocking the event loop.
 
     Raises:
@@ -79,9 +79,9 @@ def is_correct(answer: str, ground_truth: str) -> bool:
     """
     # A text that exhausts a parser is a wrong answer, not a failure.
     boxed = last_boxed(answer)
-    if boxed is None or len(boxed) > MAX_CHARACTERS or _depth(boxed) > MAX_DEPTH:
+    if boxed is None or len(boxed) > MAX_CHARACTERS or _max_depth(boxed) > MAX_BRACE_DEPTH:
         return False
-    return is_equivalent(standard_notation(boxed), standard_notation(ground_truth))
+    return equivalent_answers(standard_notation(boxed), standard_notation(ground_truth))
 
 
 @dataclass(frozen=True)
@@ -140,7 +140,7 @@ def normalized(answer: str | None) -> str | None:
 # ---- two expressions in standard notation
 
 
-def is_equivalent(answer: str, truth: str) -> bool:
+def equivalent_answers(answer: str, truth: str) -> bool:
     """Return True if two texts in standard notation mean the same. Raises CheckerError."""
     if not answer or not truth:
         return False
@@ -150,11 +150,11 @@ def is_equivalent(answer: str, truth: str) -> bool:
     plain_answer = _unwrapped(answer)
     plain_truth = _unwrapped(truth)
     # Choice letters are not variables.
-    choice = _choice(truth)
-    if choice is not None and _choice(answer) == choice:
+    choice = _find_choice(truth)
+    if choice is not None and _find_choice(answer) == choice:
         return True
     if CHOICES.fullmatch(plain_truth) and CHOICES.fullmatch(plain_answer):
-        return _letters(plain_answer) == _letters(plain_truth)
+        return _find_letters(plain_answer) == _find_letters(plain_truth)
     if WORDS.fullmatch(plain_truth) and WORDS.fullmatch(plain_answer):
         if plain_answer.lower() == plain_truth.lower():
             return True
@@ -168,8 +168,8 @@ def is_equivalent(answer: str, truth: str) -> bool:
     true_quantity = parse_quantity(plain_truth)
     quantity = parse_quantity(plain_answer)
     if true_quantity is not None and quantity is not None:
-        is_same = same_number(quantity.number, true_quantity.number)
-        return is_same and same_units(quantity.units, true_quantity.units)
+        is_same = equivalent_numbers(quantity.number, true_quantity.number)
+        return is_same and equivalent_units(quantity.units, true_quantity.units)
 
     # The truth is one value, so the comma of "x = 1,000" separates no values.
     if "," not in _without_thousands_separators(truth):
@@ -177,10 +177,10 @@ def is_equivalent(answer: str, truth: str) -> bool:
         truth = _without_thousands_separators(truth)
     if _is_too_large(answer) or _is_too_large(truth):
         return False
-    return equivalent(answer, truth)
+    return equivalent_texts(answer, truth)
 
 
-def _choice(text: str) -> str | None:
+def _find_choice(text: str) -> str | None:
     """Return the letter of a choice: C, (C), C. and (C) 5 cm. None if it is not a choice."""
     text = re.sub(r"\\text\s*\{([^{}]*)\}", r"\1", text).strip()
     choice = CHOICE.fullmatch(text)
@@ -195,7 +195,7 @@ def _choice(text: str) -> str | None:
     return str(letter)
 
 
-def _letters(text: str) -> list[str]:
+def _find_letters(text: str) -> list[str]:
     """Return the letters of several choices without duplicates."""
     return sorted(set(re.findall(r"[A-Z]", text)))
 
@@ -216,18 +216,18 @@ def _without_thousands_separators(text: str) -> str:
     """Write 1,000 as 1000, except within brackets, because (1,000) may be a point."""
 
     def joined(number: re.Match[str]) -> str:
-        is_bracketed = _open_brackets(text[: number.start()]) != 0
+        is_bracketed = _count_open_brackets(text[: number.start()]) != 0
         return number[0] if is_bracketed else number[0].replace(",", "")
 
     return THOUSANDS.sub(joined, text)
 
 
-def _open_brackets(text: str) -> int:
+def _count_open_brackets(text: str) -> int:
     """Return the number of left minus right brackets."""
     return sum(map(_depth_change, text))
 
 
-def _depth(text: str) -> int:
+def _max_depth(text: str) -> int:
     """Return the maximum depth of brackets."""
     # An extra closing bracket makes the depth negative, which has no effect.
     depth = 0
@@ -252,18 +252,22 @@ def _is_too_large(text: str) -> bool:
     for _ in range(MAX_POWERS):
         # Replace operations by their values, from the inside out.
         text = BRACKETED_LITERAL.sub(r"\1", text)
-        operation = _innermost(text)
+        operation = _find_innermost(text)
         if operation is None:
             return False
 
-        value = _power(operation) if operation.re is LITERAL_POWER else _factorial(operation)
+        value = (
+            _compute_power(operation)
+            if operation.re is LITERAL_POWER
+            else _estimate_factorial(operation)
+        )
         if value is None:
             return True
         text = f"{text[: operation.start()]}{value}{text[operation.end() :]}"
     return True
 
 
-def _innermost(text: str) -> re.Match[str] | None:
+def _find_innermost(text: str) -> re.Match[str] | None:
     """Return the factorial or power to compute first. In a tower of powers it is the last one."""
     factorial = LITERAL_FACTORIAL.search(text)
     if factorial is not None:
@@ -272,7 +276,7 @@ def _innermost(text: str) -> re.Match[str] | None:
     return powers[-1] if powers else None
 
 
-def _factorial(factorial: re.Match[str]) -> str | None:
+def _estimate_factorial(factorial: re.Match[str]) -> str | None:
     """Return a number of about a factorial's size. None if it is too large."""
     digits = factorial[1]
     if len(digits) >= 8 or int(digits) > MAX_FACTORIAL:
@@ -281,7 +285,7 @@ def _factorial(factorial: re.Match[str]) -> str | None:
     return str(10 ** min(int(digits), 2000))
 
 
-def _power(power: re.Match[str]) -> str | None:
+def _compute_power(power: re.Match[str]) -> str | None:
     """Return a power, or nines in place of a large one. None if it is too large."""
     base = power["base"]
     exponent = power["braced"] or power["digit"]

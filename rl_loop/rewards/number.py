@@ -78,14 +78,14 @@ def parse_number(text: str) -> NotatedNumber | None:
 
     percent = PERCENT.fullmatch(text)
     if percent is None:
-        return _signed(text)
-    number = _signed(percent["number"])
+        return _parse_signed(text)
+    number = _parse_signed(percent["number"])
     if number is None:
         return None
     return NotatedNumber(number.value, number.places, percent=True)
 
 
-def same_number(answer: NotatedNumber, truth: NotatedNumber) -> bool:
+def equivalent_numbers(answer: NotatedNumber, truth: NotatedNumber) -> bool:
     """Return True if ``answer`` is correct. 50% may mean 50 or 0.5."""
     if _is_value(answer.value, truth):
         return True
@@ -112,29 +112,35 @@ def _is_value(value: Fraction, truth: NotatedNumber) -> bool:
 # ---- notations, tried in this order
 
 
-def _signed(text: str) -> NotatedNumber | None:
+def _parse_signed(text: str) -> NotatedNumber | None:
     text = text.strip()
     sign = text[:1] if text[:1] in ("-", "+") else ""
-    number = _unsigned(text[len(sign) :].strip())
+    number = _parse_unsigned(text[len(sign) :].strip())
     # A negated number keeps its places, and percent signs were removed before.
     if number is None or sign != "-":
         return number
     return NotatedNumber(-number.value, number.places)
 
 
-def _unsigned(text: str) -> NotatedNumber | None:
+def _parse_unsigned(text: str) -> NotatedNumber | None:
     # A number in one pair of braces, such as {12}. With more braces it is an expression.
     while text.startswith("{") and text.endswith("}") and text.count("{") == 1:
         text = text[1:-1].strip()
 
-    for parse in (_decimal, _repeating, _power_of_ten, _mixed, _fraction):
+    for parse in (
+        _parse_decimal,
+        _parse_repeating,
+        _parse_power_of_ten,
+        _parse_mixed,
+        _parse_fraction,
+    ):
         number = parse(text)
         if number is not None:
             return number
     return None
 
 
-def _decimal(text: str) -> NotatedNumber | None:
+def _parse_decimal(text: str) -> NotatedNumber | None:
     """Parse 12, 12., .5, 1 234.5, 1,234,567 and 1.234,5."""
     grouped = GROUPED.fullmatch(text)
     # With a comma at the end, points separate thousands: 1.234,5.
@@ -149,7 +155,7 @@ def _decimal(text: str) -> NotatedNumber | None:
     return NotatedNumber(Fraction(text.rstrip(".")), len(places))
 
 
-def _repeating(text: str) -> NotatedNumber | None:
+def _parse_repeating(text: str) -> NotatedNumber | None:
     r"""Parse 0.1\overline{6}, 0.1(6), 0.1\dot{6} and 0.1666..., which are all 1/6."""
     if written := REPEATING.fullmatch(text):
         block = written["bar"] or written["bracket"]
@@ -168,7 +174,7 @@ def _repeating(text: str) -> NotatedNumber | None:
     return NotatedNumber(beginning + Fraction(int(block), nines * 10 ** len(places)))
 
 
-def _power_of_ten(text: str) -> NotatedNumber | None:
+def _parse_power_of_ten(text: str) -> NotatedNumber | None:
     r"""Parse 1.5e3, 1.5 \times 10^3 and 10^3."""
     if written := POWER_OF_TEN.fullmatch(text):
         exponent = int(written["braced"] or written["digit"])
@@ -179,7 +185,7 @@ def _power_of_ten(text: str) -> NotatedNumber | None:
 
     factor: NotatedNumber | None = NotatedNumber(Fraction(1))
     if written["factor"] is not None:
-        factor = _decimal(written["factor"].strip())
+        factor = _parse_decimal(written["factor"].strip())
     if factor is None or abs(exponent) > MAX_EXPONENT:
         return None
 
@@ -188,36 +194,36 @@ def _power_of_ten(text: str) -> NotatedNumber | None:
     return NotatedNumber(factor.value * Fraction(10) ** exponent, places)
 
 
-def _mixed(text: str) -> NotatedNumber | None:
+def _parse_mixed(text: str) -> NotatedNumber | None:
     r"""Parse 1 1/2 and 1\frac{1}{2}."""
     written = MIXED.fullmatch(text)
     if written is None:
         return None
-    part = _fraction(written["part"])
+    part = _parse_fraction(written["part"])
     # The part of a mixed number is a proper fraction.
     if part is None or not 0 < part.value < 1:
         return None
     return NotatedNumber(int(written["whole"]) + part.value)
 
 
-def _fraction(text: str) -> NotatedNumber | None:
+def _parse_fraction(text: str) -> NotatedNumber | None:
     r"""Parse 1/2 and \frac{1}{2}."""
     written = FRACTION.fullmatch(text) or SLASH.fullmatch(text)
     if written is None:
         return None
     # A fraction of decimals is an exact number.
-    above = _plain_part(written["above"])
-    below = _plain_part(written["below"])
+    above = _parse_plain_part(written["above"])
+    below = _parse_plain_part(written["below"])
     if above is None or below is None or below == 0:
         return None
     return NotatedNumber(above / below)
 
 
-def _plain_part(text: str) -> Fraction | None:
+def _parse_plain_part(text: str) -> Fraction | None:
     """Return the value of a numerator or denominator, which may have a sign or braces."""
     text = text.strip()
     digits = text.removeprefix("-").removeprefix("+").strip().removeprefix("{").removesuffix("}")
-    number = _decimal(digits)
+    number = _parse_decimal(digits)
     if number is None:
         return None
     return -number.value if text.startswith("-") else number.value

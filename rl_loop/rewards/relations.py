@@ -17,7 +17,7 @@ from rl_loop.rewards.statement import (
     is_name,
     signs_expanded,
 )
-from rl_loop.rewards.units import same_units
+from rl_loop.rewards.units import equivalent_units
 
 FLIPPED = {"<": ">", ">": "<", "<=": ">=", ">=": "<=", "=": "=", "!=": "!="}
 ORDERED = frozenset({"<", "<=", ">", ">="})
@@ -51,7 +51,7 @@ def rounds_to(exact: Statement, rounded: Statement) -> bool:
     ):
         return False
     number = exact.number or as_number(exact.value)
-    if number is None or not same_units(exact.units, rounded.units):
+    if number is None or not equivalent_units(exact.units, rounded.units):
         return False
     difference = abs(number.value - rounded.number.value)
     # At most half a unit of the last place.
@@ -113,7 +113,7 @@ def find_interval(chain: RelationChain) -> Statement | None:
     if chain.relations == ("in",) and is_name(chain.sides[0]):
         return chain.sides[1] if is_set(chain.sides[1]) else None
 
-    rising = _rising(chain)
+    rising = _to_rising(chain)
     # A variable has at most two bounds.
     if rising is None or len(rising.sides) > 3:
         return None
@@ -143,7 +143,7 @@ def find_interval(chain: RelationChain) -> Statement | None:
     return BracketedStatement((low, high), opening, closing)
 
 
-def _rising(chain: RelationChain) -> RelationChain | None:
+def _to_rising(chain: RelationChain) -> RelationChain | None:
     """Return inequalities with only < and <=. None for mixed directions and other relations."""
     if not set(chain.relations) <= ORDERED:
         return None

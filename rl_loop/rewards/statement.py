@@ -11,16 +11,16 @@ from dataclasses import dataclass
 from sympy import Expr, Rational
 
 from rl_loop.rewards.expression import DEGREE, SIGN, read_expression
+from rl_loop.rewards.latex_lexer import UnreadableError
 from rl_loop.rewards.notation import closing_brace
 from rl_loop.rewards.number import NotatedNumber
-from rl_loop.rewards.tokens import UnreadableError
 from rl_loop.rewards.units import UnitProduct, parse_quantity, parse_units
 
 NO_UNIT = UnitProduct()
 # Larger bases have no digits that ``int`` reads.
 MAX_BASE = 36
 # A policy may write thousands of brackets, which would exceed Python's recursion limit.
-MAX_DEPTH = 30
+MAX_STATEMENT_DEPTH = 30
 
 
 @dataclass(frozen=True)
@@ -197,14 +197,16 @@ PIECE = re.compile(r"\\(?:[a-zA-Z]+|.)|.", re.DOTALL)
 OPENING = frozenset({"(", "[", "{", r"\{", r"\langle", r"\lfloor", r"\lceil"})
 CLOSING = frozenset({")", "]", "}", r"\}", r"\rangle", r"\rfloor", r"\rceil"})
 DOTS = re.compile(r"\\(?:ldots|dots|cdots|dotsc|dotsb)(?![a-zA-Z])|\.\.\.")
-ENVIRONMENT = re.compile(r"\\begin\{([a-z]+)\}(.*)\\end\{([a-z]+)\}", re.DOTALL)
+LATEX_ENVIRONMENT = re.compile(r"\\begin\{([a-z]+)\}(.*)\\end\{([a-z]+)\}", re.DOTALL)
 ARRAY = re.compile(r"\\begin\{array\}\s*\{[lcr| ]*\}(?P<body>.*)\\end\{array\}", re.DOTALL)
 MATRICES = frozenset({"pmatrix", "bmatrix", "matrix", "Bmatrix", "smallmatrix"})
-BASED = re.compile(r"(?P<sign>-?)(?P<digits>[0-9A-Z]*[0-9][0-9A-Z]*)_\{?(?P<base>[0-9]{1,2})\}?")
+BASED_NUMBER = re.compile(
+    r"(?P<sign>-?)(?P<digits>[0-9A-Z]*[0-9][0-9A-Z]*)_\{?(?P<base>[0-9]{1,2})\}?"
+)
 MODULUS = re.compile(r"\\pmod\s*\{")
 NAMED_SET = re.compile(r"\\emptyset|\\mathbb\{[NZQRC]\}(?:[\^_]\{?[-+*0-9]\}?)*")
 TEXT = re.compile(r"\\text\{([^{}]*)\}")
-IF = re.compile(r"\\text\{\s*(?:if|for|when|where|,)?\s*\}|^\s*(?:if|for|when|where)\b")
+CONDITION_WORD = re.compile(r"\\text\{\s*(?:if|for|when|where|,)?\s*\}|^\s*(?:if|for|when|where)\b")
 OTHERWISE = re.compile(r"\\text\{\s*(?:otherwise|else)\s*\.?\s*\}|\s*(?:otherwise|else)\s*")
 
 
@@ -214,12 +216,12 @@ def read_statement(text: str) -> Statement:
     Raises:
         UnreadableError: if a part is not understood.
     """
-    return _read(text, depth=0)
+    return _read_nested(text, depth=0)
 
 
-def _read(text: str, depth: int) -> Statement:
-    text = _unbraced(text.strip())
-    if depth > MAX_DEPTH:
+def _read_nested(text: str, depth: int) -> Statement:
+    text = _remove_braces(text.strip())
+    if depth > MAX_STATEMENT_DEPTH:
         raise UnreadableError(text)
     if not text:
         return WordsStatement("")
@@ -233,68 +235,72 @@ def _read(text: str, depth: int) -> Statement:
         if close != len(text) - 1:
             raise UnreadableError(text)
         inner = text[: modulus.start()].rstrip().rstrip(",")
-        return Congruence(_read(inner, depth + 1), _value(text[modulus.end() : -1]))
+        return Congruence(_read_nested(inner, depth + 1), _read_value(text[modulus.end() : -1]))
 
     # Separators bind weakest, then relations, then operations of sets.
     for level in SEPARATORS:
-        parts, separators = _split(text, level)
+        parts, separators = _split_at(text, level)
         if separators:
             # "a, b or c" may group in two ways.
             if len(set(separators)) > 1:
                 raise UnreadableError(text)
-            return StatementList(tuple(_read(part, depth + 1) for part in parts), separators[0])
-    parts, relations = _split(text, RELATIONS)
+            return StatementList(
+                tuple(_read_nested(part, depth + 1) for part in parts), separators[0]
+            )
+    parts, relations = _split_at(text, RELATIONS)
     if relations:
-        return RelationChain(tuple(_read(part, depth + 1) for part in parts), tuple(relations))
-    parts, operations = _split(text, OPERATIONS)
+        return RelationChain(
+            tuple(_read_nested(part, depth + 1) for part in parts), tuple(relations)
+        )
+    parts, operations = _split_at(text, OPERATIONS)
     if operations:
         # Without brackets the order of different operations is ambiguous.
         if len(set(operations)) > 1 or (operations[0] == "minus" and len(parts) > 2):
             raise UnreadableError(text)
-        sets = tuple(_read(part, depth + 1) for part in parts)
+        sets = tuple(_read_nested(part, depth + 1) for part in parts)
         return SetOperation(sets, operations[0])
-    parts, colons = _split(text, {":": ":"})
+    parts, colons = _split_at(text, {":": ":"})
     if colons:
-        return Ratio(tuple(_value(part) for part in parts))
-    return _single(text, depth)
+        return Ratio(tuple(_read_value(part) for part in parts))
+    return _read_undivided(text, depth)
 
 
-def _single(text: str, depth: int) -> Statement:
+def _read_undivided(text: str, depth: int) -> Statement:
     """Parse a text without separators and relations outside of brackets."""
-    bracketed = _bracketed(text)
+    bracketed = _split_brackets(text)
     if bracketed is not None:
         opening, inside, closing = bracketed
         array = ARRAY.fullmatch(inside.strip())
         if array is not None and (opening, closing) in (("(", ")"), ("[", "]")):
-            return _grid(array["body"], depth)
+            return _read_matrix(array["body"], depth)
         if (opening, closing) == (r"\{", r"\}"):
-            return _set(inside, depth)
-        parts, separators = _split(inside, {",": ",", ";": ","})
+            return _read_set(inside, depth)
+        parts, separators = _split_at(inside, {",": ",", ";": ","})
         # Brackets around one item only group it. With separators they are a point or an interval.
         is_group = (opening, closing) in (("(", ")"), ("[", "]")) and not separators
         if not is_group:
-            items = tuple(_read(part, depth + 1) for part in parts)
+            items = tuple(_read_nested(part, depth + 1) for part in parts)
             return BracketedStatement(
                 items, opening.replace(r"\langle", "("), closing.replace(r"\rangle", ")")
             )
         # Other groups are parts of expressions, whose parser reads their brackets itself.
-        if _split(inside, RELATIONS)[1] or _split(inside, OPERATIONS)[1]:
-            return _read(inside, depth + 1)
+        if _split_at(inside, RELATIONS)[1] or _split_at(inside, OPERATIONS)[1]:
+            return _read_nested(inside, depth + 1)
 
-    environment = ENVIRONMENT.fullmatch(text)
+    environment = LATEX_ENVIRONMENT.fullmatch(text)
     if environment is not None:
-        return _environment(environment, depth)
+        return _read_latex_environment(environment, depth)
     if NAMED_SET.fullmatch(text):
         return NamedSet(re.sub(r"[{}]", "", text))
-    based = BASED.fullmatch(text.replace(" ", ""))
+    based = BASED_NUMBER.fullmatch(text.replace(" ", ""))
     if based is not None:
-        return _based(based)
-    return _value(text)
+        return _read_based_number(based)
+    return _read_value(text)
 
 
-def _value(text: str) -> Statement:
+def _read_value(text: str) -> Statement:
     """Parse an expression with its units, or words."""
-    text = _unbraced(text.strip())
+    text = _remove_braces(text.strip())
     # Before expressions, because there the m of "5 m" would be a factor.
     quantity = parse_quantity(text)
     if quantity is not None:
@@ -322,16 +328,16 @@ def _value(text: str) -> Statement:
     return ExpressionStatement(body, value, None, units)
 
 
-def _set(inside: str, depth: int) -> Statement:
+def _read_set(inside: str, depth: int) -> Statement:
     if not inside.strip():
         return NamedSet(r"\emptyset")
     # All three separate a member from its condition: \{x : x > 3\}.
     for separator in (":", r"\mid", "|"):
-        parts, found = _split(inside, {separator: separator})
+        parts, found = _split_at(inside, {separator: separator})
         if len(found) == 1:
-            member, condition = (_read(part, depth + 1) for part in parts)
+            member, condition = (_read_nested(part, depth + 1) for part in parts)
             return SetBuilder(member, condition)
-    statement = _read(inside, depth + 1)
+    statement = _read_nested(inside, depth + 1)
     if isinstance(statement, StatementList):
         if statement.connective != ",":
             raise UnreadableError(inside)
@@ -339,32 +345,34 @@ def _set(inside: str, depth: int) -> Statement:
     return ListedSet((statement,))
 
 
-def _environment(environment: re.Match[str], depth: int) -> Statement:
+def _read_latex_environment(environment: re.Match[str], depth: int) -> Statement:
     name, body, end = environment.groups()
     if name != end or r"\begin" in body:
         raise UnreadableError(body)
     if name in MATRICES:
-        return _grid(body, depth)
+        return _read_matrix(body, depth)
     if name != "cases":
         raise UnreadableError(body)
-    return PiecewiseStatement(tuple(_case(row, depth) for row in _rows(body)))
+    return PiecewiseStatement(tuple(_read_case(row, depth) for row in _split_rows(body)))
 
 
-def _rows(body: str) -> list[str]:
+def _split_rows(body: str) -> list[str]:
     return [row for row in re.split(r"\\\\(?:\[[^\]]*\])?", body) if row.strip()]
 
 
-def _grid(body: str, depth: int) -> MatrixStatement:
+def _read_matrix(body: str, depth: int) -> MatrixStatement:
     # Rows and cells are cut at every \\ and &, also at those of an inner matrix.
     if r"\begin" in body:
         raise UnreadableError(body)
-    cells = tuple(tuple(_read(cell, depth + 1) for cell in row.split("&")) for row in _rows(body))
+    cells = tuple(
+        tuple(_read_nested(cell, depth + 1) for cell in row.split("&")) for row in _split_rows(body)
+    )
     if not cells or len({len(row) for row in cells}) > 1:
         raise UnreadableError(body)
     return MatrixStatement(cells)
 
 
-def _case(row: str, depth: int) -> tuple[Statement, Statement | None]:
+def _read_case(row: str, depth: int) -> tuple[Statement, Statement | None]:
     parts = row.split("&")
     if len(parts) == 1:
         # Some write the condition behind a comma instead of "&".
@@ -373,11 +381,13 @@ def _case(row: str, depth: int) -> tuple[Statement, Statement | None]:
         raise UnreadableError(row)
     value, condition = parts[0].strip().rstrip(","), parts[1].strip().rstrip(".,;")
     if OTHERWISE.fullmatch(condition):
-        return _read(value, depth + 1), None
-    return _read(value, depth + 1), _read(IF.sub(" ", condition, count=1), depth + 1)
+        return _read_nested(value, depth + 1), None
+    return _read_nested(value, depth + 1), _read_nested(
+        CONDITION_WORD.sub(" ", condition, count=1), depth + 1
+    )
 
 
-def _based(based: re.Match[str]) -> Statement:
+def _read_based_number(based: re.Match[str]) -> Statement:
     base = int(based["base"])
     digits = based["digits"].lstrip("0") or "0"
     if not 2 <= base <= MAX_BASE or any(int(digit, 36) >= base for digit in digits):
@@ -428,7 +438,7 @@ def signs_expanded(value: ExpressionStatement) -> tuple[ExpressionStatement, ...
 # ---- texts with brackets
 
 
-def _split(text: str, separators: dict[str, str]) -> tuple[list[str], list[str]]:
+def _split_at(text: str, separators: dict[str, str]) -> tuple[list[str], list[str]]:
     """Split a text at separators outside of all brackets. Returns the parts and the separators."""
     parts: list[str] = []
     found: list[str] = []
@@ -451,7 +461,7 @@ def _split(text: str, separators: dict[str, str]) -> tuple[list[str], list[str]]
     return parts, found
 
 
-def _bracketed(text: str) -> tuple[str, str, str] | None:
+def _split_brackets(text: str) -> tuple[str, str, str] | None:
     """Return left bracket, contents and right bracket if one pair encloses the whole text."""
     pieces = [(piece[0], piece.start(), piece.end()) for piece in PIECE.finditer(text)]
     if len(pieces) < 2:
@@ -459,9 +469,9 @@ def _bracketed(text: str) -> tuple[str, str, str] | None:
 
     opening, closing = pieces[0][0], pieces[-1][0]
     # "]1, 2[" is another notation of an open interval.
-    round_ones = ("(", "[", "]")
-    is_half_open = opening in round_ones and closing in (")", "]", "[")
-    if not is_half_open and (opening, closing) not in (
+    interval_brackets = ("(", "[", "]")
+    is_interval_or_point = opening in interval_brackets and closing in (")", "]", "[")
+    if not is_interval_or_point and (opening, closing) not in (
         (r"\{", r"\}"),
         (r"\langle", r"\rangle"),
     ):
@@ -478,7 +488,7 @@ def _bracketed(text: str) -> tuple[str, str, str] | None:
     return opening, text[pieces[0][2] : pieces[-1][1]], closing
 
 
-def _unbraced(text: str) -> str:
+def _remove_braces(text: str) -> str:
     while text.startswith("{") and closing_brace(text, 0) == len(text) - 1:
         text = text[1:-1].strip()
     return text

@@ -160,7 +160,7 @@ class _Collected:
 
 def parse_quantity(text: str) -> NumberWithUnits | None:
     r"""Return the number and units of ``text``, such as 5 \text{cm}^2. None if it is neither."""
-    for rest, collected in _without_units(text, takes_words=True):
+    for rest, collected in _remove_units(text, takes_words=True):
         number = parse_number(rest)
         if number is not None:
             # A scaled number is exact: 1.234567 million is an integer.
@@ -174,7 +174,7 @@ def parse_units(text: str) -> tuple[str, UnitProduct]:
     r"""Split a text into an expression and the units in \text{} behind it."""
     body = text
     units = UnitProduct()
-    for rest, collected in _without_units(text, takes_words=False):
+    for rest, collected in _remove_units(text, takes_words=False):
         # "2 million" is a number, which ``parse_quantity`` reads.
         if collected.scale != 1:
             break
@@ -183,7 +183,7 @@ def parse_units(text: str) -> tuple[str, UnitProduct]:
     return body, units
 
 
-def same_units(answer: UnitProduct, truth: UnitProduct) -> bool:
+def equivalent_units(answer: UnitProduct, truth: UnitProduct) -> bool:
     """Return True if units are compatible. Either side may omit them, and also words.
 
     Words that are not known units do not contradict fewer words: 5 red apples are 5 apples.
@@ -196,7 +196,7 @@ def same_units(answer: UnitProduct, truth: UnitProduct) -> bool:
     return answer.words <= truth.words or truth.words <= answer.words
 
 
-def _without_units(text: str, *, takes_words: bool) -> Iterator[tuple[str, _Collected]]:
+def _remove_units(text: str, *, takes_words: bool) -> Iterator[tuple[str, _Collected]]:
     """Yield a text with none, one, two, ... units removed from its end."""
     collected = _Collected()
     # The same object in every step. Callers read it before the next one.
@@ -217,13 +217,13 @@ def _without_units(text: str, *, takes_words: bool) -> Iterator[tuple[str, _Coll
             return
 
         is_inverse = separator is not None and re.search("/|per", separator[0]) is not None
-        if not _take(collected, last, -1 if is_inverse else 1):
+        if not _add_unit(collected, last, -1 if is_inverse else 1):
             return
         text = rest
         yield text, collected
 
 
-def _take(collected: _Collected, last: re.Match[str], sign: int) -> bool:
+def _add_unit(collected: _Collected, last: re.Match[str], sign: int) -> bool:
     """Add the end of a text to the units. Returns False if it is not a unit.
 
     Without \\text{}, unknown letters are variables.
@@ -240,11 +240,11 @@ def _take(collected: _Collected, last: re.Match[str], sign: int) -> bool:
         word = last["word"]
         if word not in UNITS and word not in SCALES and word not in COMPOUND:
             return False
-        return _take_word(collected, word, sign * power)
-    return _take_text(collected, last["text"], sign, power)
+        return _add_word(collected, word, sign * power)
+    return _add_text(collected, last["text"], sign, power)
 
 
-def _take_text(collected: _Collected, text: str, sign: int, power: int) -> bool:
+def _add_text(collected: _Collected, text: str, sign: int, power: int) -> bool:
     """Add the units of a \\text{}: "square feet per second". ``power`` is the last unit's."""
     position = 0
     direction = sign
@@ -271,12 +271,12 @@ def _take_text(collected: _Collected, text: str, sign: int, power: int) -> bool:
         if not text[position:].strip():
             own *= power
         next_power = 1
-        if not _take_word(collected, word, direction * own):
+        if not _add_word(collected, word, direction * own):
             return False
     return True
 
 
-def _take_word(collected: _Collected, word: str, power: int) -> bool:
+def _add_word(collected: _Collected, word: str, power: int) -> bool:
     name = word.lower()
     if name in NO_UNITS:
         return False
@@ -294,11 +294,11 @@ def _take_word(collected: _Collected, word: str, power: int) -> bool:
     elif name in UNITS and len(name) > 2:
         collected.powers[UNITS[name]] += power
     else:
-        collected.words.add(_singular(name))
+        collected.words.add(_to_singular(name))
     return True
 
 
-def _singular(word: str) -> str:
+def _to_singular(word: str) -> str:
     # The first match counts: "glasses" becomes "glass", and "glass" stays.
     for ending, replacement in (
         ("ies", "y"),

@@ -31,7 +31,7 @@ UNREACHABLE_SECONDS = 600.0
 @pytest.fixture
 def pool() -> Iterator[ComparisonPool]:
     found = ComparisonPool(seconds=1.0)
-    assert found.equivalent("1/2", "0.5")
+    assert found.equivalent_texts("1/2", "0.5")
     yield found
     found.close()
 
@@ -66,19 +66,19 @@ def end_slow_comparisons(pool: ComparisonPool, is_done: Callable[[], bool]) -> N
 
 @pytest.mark.parametrize("slow", [SLOW[0], pytest.param(SLOW[1], marks=pytest.mark.slow)])
 def test_answer_beyond_the_time_limit_is_wrong(pool, slow: str) -> None:
-    assert not pool.equivalent(slow, "4")
-    assert pool.equivalent("x+1", "1+x")
+    assert not pool.equivalent_texts(slow, "4")
+    assert pool.equivalent_texts("x+1", "1+x")
 
 
 def test_16_slow_expressions_do_not_delay_another_answer() -> None:
     """The slow comparisons compute far below their limit while the other one finishes."""
     pool = ComparisonPool(seconds=UNREACHABLE_SECONDS)
-    assert pool.equivalent("1/2", "0.5")
+    assert pool.equivalent_texts("1/2", "0.5")
     with ThreadPoolExecutor(17) as threads:
-        slow = [threads.submit(pool.equivalent, SLOW[i % len(SLOW)], "4") for i in range(16)]
+        slow = [threads.submit(pool.equivalent_texts, SLOW[i % len(SLOW)], "4") for i in range(16)]
         try:
             wait_until(lambda: len(computing(pool)) == 16, seconds=60)
-            other = threads.submit(pool.equivalent, "x+1", "1+x")
+            other = threads.submit(pool.equivalent_texts, "x+1", "1+x")
             assert other.result(timeout=60)
             assert not any(future.done() for future in slow)
         finally:
@@ -90,25 +90,26 @@ def test_16_slow_expressions_do_not_delay_another_answer() -> None:
 def test_more_slow_expressions_than_workers_are_all_judged() -> None:
     pool = ComparisonPool(seconds=0.2, workers=2)
     with ThreadPoolExecutor(7) as threads:
-        slow = [threads.submit(pool.equivalent, SLOW[0], "4") for _ in range(6)]
-        assert threads.submit(pool.equivalent, "x+1", "1+x").result()
+        slow = [threads.submit(pool.equivalent_texts, SLOW[0], "4") for _ in range(6)]
+        assert threads.submit(pool.equivalent_texts, "x+1", "1+x").result()
         assert not any(future.result() for future in slow)
     pool.close()
 
 
 def test_judge_on_the_event_loop_is_not_delayed_by_slow_answers(monkeypatch) -> None:
     pool = ComparisonPool(seconds=UNREACHABLE_SECONDS)
-    monkeypatch.setattr(math_answer, "equivalent", pool.equivalent)
+    monkeypatch.setattr(math_answer, "equivalent_texts", pool.equivalent_texts)
 
     async def main() -> None:
-        assert await math_answer.judge(r"\boxed{x+1}", "1+x")
+        assert await math_answer.is_correct_async(r"\boxed{x+1}", "1+x")
         slow = [
-            asyncio.create_task(math_answer.judge(rf"\boxed{{{SLOW[0]}}}", "4")) for _ in range(16)
+            asyncio.create_task(math_answer.is_correct_async(rf"\boxed{{{SLOW[0]}}}", "4"))
+            for _ in range(16)
         ]
         try:
             busy = partial(wait_until, lambda: len(computing(pool)) == 16, seconds=60)
             await asyncio.to_thread(busy)
-            assert await asyncio.wait_for(math_answer.judge(r"\boxed{x+2}", "2+x"), 60)
+            assert await asyncio.wait_for(math_answer.is_correct_async(r"\boxed{x+2}", "2+x"), 60)
             assert not any(task.done() for task in slow)
         finally:
             await asyncio.to_thread(
@@ -124,13 +125,13 @@ def test_next_answer_is_judged_after_idle_workers_died(pool) -> None:
     for worker in own_processes(pool)[1:]:
         worker.kill()
         wait_until(lambda w=worker: not w.is_running())
-    assert pool.equivalent("x+1", "1+x")
+    assert pool.equivalent_texts("x+1", "1+x")
 
 
 def test_dead_server_is_restarted(pool) -> None:
     for process in own_processes(pool):
         process.kill()
-    assert pool.equivalent("x+1", "1+x")
+    assert pool.equivalent_texts("x+1", "1+x")
 
 
 def test_death_of_a_new_worker_ends_no_other_comparison(patient_pool, monkeypatch) -> None:
@@ -138,7 +139,7 @@ def test_death_of_a_new_worker_ends_no_other_comparison(patient_pool, monkeypatc
     is_ready = forked_pool._is_ready
     server = own_processes(patient_pool)[0]
     with ThreadPoolExecutor(1) as threads:
-        slow = threads.submit(patient_pool.equivalent, SLOW[0], "4")
+        slow = threads.submit(patient_pool.equivalent_texts, SLOW[0], "4")
         wait_until(lambda: computing(patient_pool))
         (worker,) = computing(patient_pool)
 
@@ -146,7 +147,7 @@ def test_death_of_a_new_worker_ends_no_other_comparison(patient_pool, monkeypatc
         monkeypatch.setattr(
             forked_pool, "_is_ready", lambda socket: next(outcomes, True) and is_ready(socket)
         )
-        assert patient_pool.equivalent("x+1", "1+x")
+        assert patient_pool.equivalent_texts("x+1", "1+x")
         assert next(outcomes, None) is None, "no new worker was requested"
         assert own_processes(patient_pool)[0] == server
         assert worker in computing(patient_pool)
@@ -158,7 +159,7 @@ def test_death_of_a_new_worker_ends_no_other_comparison(patient_pool, monkeypatc
 def kill_busy_workers(pool: ComparisonPool, times: int) -> bool:
     """Kill the workers of a comparison in sequence. Return its verdict."""
     with ThreadPoolExecutor(1) as threads:
-        slow = threads.submit(pool.equivalent, SLOW[0], "4")
+        slow = threads.submit(pool.equivalent_texts, SLOW[0], "4")
         for death in range(times):
             wait_until(lambda: computing(pool))
             (worker,) = computing(pool)
@@ -172,9 +173,9 @@ def kill_busy_workers(pool: ComparisonPool, times: int) -> bool:
 @pytest.fixture
 def patient_pool() -> Iterator[ComparisonPool]:
     pool = ComparisonPool(seconds=UNREACHABLE_SECONDS)
-    assert pool.equivalent("1/2", "0.5")
+    assert pool.equivalent_texts("1/2", "0.5")
     yield pool
-    assert pool.equivalent("x+1", "1+x")
+    assert pool.equivalent_texts("x+1", "1+x")
     pool.close()
 
 
@@ -205,30 +206,30 @@ def test_checker_that_cannot_start_raises_with_the_reason(monkeypatch) -> None:
     with pytest.raises(
         CheckerError, match=r"the process that compares answers does not start.*/nowhere/python"
     ):
-        pool.equivalent("x+1", "1+x")
+        pool.equivalent_texts("x+1", "1+x")
 
     monkeypatch.undo()
     monkeypatch.setenv("PYTHONHOME", "/nowhere")
     with pytest.raises(
         CheckerError, match=r"the process that compares answers does not start: .*encodings"
     ):
-        pool.equivalent("x+1", "1+x")
+        pool.equivalent_texts("x+1", "1+x")
 
     monkeypatch.undo()
-    assert pool.equivalent("x+1", "1+x")
+    assert pool.equivalent_texts("x+1", "1+x")
     pool.close()
 
 
 def test_memory_is_bounded(pool) -> None:
-    assert not pool.equivalent(
+    assert not pool.equivalent_texts(
         "+".join(f"10^{{{99_000 + i}}}" for i in range(100)) + "+2^{2^{33}}", "4"
     )
-    assert pool.equivalent("x+1", "1+x")
+    assert pool.equivalent_texts("x+1", "1+x")
 
 
 def test_close_leaves_no_process(pool) -> None:
     with ThreadPoolExecutor(3) as threads:
-        busy = [threads.submit(pool.equivalent, SLOW[0], "4") for _ in range(3)]
+        busy = [threads.submit(pool.equivalent_texts, SLOW[0], "4") for _ in range(3)]
         wait_until(lambda: len(own_processes(pool)) > 3)
         watched = own_processes(pool)
         pool.close()
@@ -243,9 +244,9 @@ def test_close_leaves_no_process(pool) -> None:
 def test_processes_end_with_their_parent(end: signal.Signals) -> None:
     code = (
         "import threading, time\n"
-        "from rl_loop.rewards.comparison_pool import equivalent\n"
-        "assert equivalent('x+1', '1+x')\n"
-        f"threading.Thread(target=equivalent, args=({SLOW[0]!r}, '4')).start()\n"
+        "from rl_loop.rewards.comparison_pool import equivalent_texts\n"
+        "assert equivalent_texts('x+1', '1+x')\n"
+        f"threading.Thread(target=equivalent_texts, args=({SLOW[0]!r}, '4')).start()\n"
         "time.sleep(0.2)\n"
         "print('asked', flush=True)\n"
         "time.sleep(60)\n"
@@ -266,7 +267,7 @@ def test_ctrl_c_does_not_interrupt_the_checker(pool) -> None:
             process.send_signal(signal.SIGINT)
     time.sleep(0.2)
     before = {process.pid for process in own_processes(pool)}
-    assert pool.equivalent("x+1", "1+x")
+    assert pool.equivalent_texts("x+1", "1+x")
     assert before & {process.pid for process in own_processes(pool)} == before
 
 
@@ -276,7 +277,7 @@ def test_concurrent_threads_get_their_own_verdicts(pool) -> None:
     def ask(i: int) -> None:
         for j in range(20):
             number = 100 * i + j
-            if not pool.equivalent(f"x+{number}", f"{number}+x") or pool.equivalent(
+            if not pool.equivalent_texts(f"x+{number}", f"{number}+x") or pool.equivalent_texts(
                 f"x+{number}", f"{number + 1}+x"
             ):
                 wrong.append(number)

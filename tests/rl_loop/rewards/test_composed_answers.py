@@ -12,7 +12,7 @@ from collections import Counter
 import pytest
 
 from rl_loop.rewards import math_answer
-from rl_loop.rewards.comparison import are_equivalent
+from rl_loop.rewards.comparison import equivalent_texts
 from rl_loop.rewards.math_answer import is_correct
 from tests.support.rl_loop.rewards.answer_classes import SAME, classes
 from tests.support.rl_loop.rewards.composed_answers import KINDS, Composed, composed
@@ -21,7 +21,7 @@ from tests.support.rl_loop.rewards.labelled_answers import pairs
 
 @pytest.fixture(autouse=True)
 def in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(math_answer, "equivalent", are_equivalent)
+    monkeypatch.setattr(math_answer, "equivalent_texts", equivalent_texts)
 
 
 def judged(answer: str, truth: str) -> bool:

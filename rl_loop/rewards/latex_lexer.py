@@ -26,7 +26,7 @@ TRIGONOMETRY: dict[str, Any] = {
     name: getattr(sympy, name)
     for name in ["sin", "cos", "tan", "cot", "sec", "csc", "sinh", "cosh", "tanh", "coth"]
 }
-INVERSES: dict[str, Any] = {
+INVERSE_FUNCTIONS: dict[str, Any] = {
     "arcsin": sympy.asin,
     "arccos": sympy.acos,
     "arctan": sympy.atan,
@@ -38,10 +38,12 @@ INVERSES: dict[str, Any] = {
     "artanh": sympy.atanh,
 }
 LOGARITHMS = frozenset({"log", "ln", "lg"})
-OF_SEVERAL = frozenset({"gcd", "lcm", "max", "min"})
-FUNCTIONS = frozenset({*TRIGONOMETRY, *INVERSES, *LOGARITHMS, *OF_SEVERAL, "exp", "sqrt"})
+MULTI_ARGUMENT_FUNCTIONS = frozenset({"gcd", "lcm", "max", "min"})
+FUNCTIONS = frozenset(
+    {*TRIGONOMETRY, *INVERSE_FUNCTIONS, *LOGARITHMS, *MULTI_ARGUMENT_FUNCTIONS, "exp", "sqrt"}
+)
 """Names that may be written without a backslash."""
-NAMES = {"pi": r"\pi", "infty": r"\infty", "infinity": r"\infty", "inf": r"\infty"}
+PLAIN_NAMES = {"pi": r"\pi", "infty": r"\infty", "infinity": r"\infty", "inf": r"\infty"}
 SHORT_WORD_LIST = """
 an and are as at be but by for from has if in is it its mod no not of off on one or out per than the then to two was
 """
@@ -54,7 +56,7 @@ class UnreadableError(ValueError):
 
 
 @dataclass(frozen=True)
-class ExpressionToken:
+class LatexToken:
     """Smallest part of an expression."""
 
     text: str
@@ -63,7 +65,7 @@ class ExpressionToken:
     after_space: bool
 
 
-def tokenize(text: str) -> Iterator[ExpressionToken]:
+def tokenize(text: str) -> Iterator[LatexToken]:
     """Yield the tokens of an expression, with an end token. Raises UnreadableError for others."""
     position = 0
     after_space = False
@@ -75,28 +77,28 @@ def tokenize(text: str) -> Iterator[ExpressionToken]:
 
         kind = str(match.lastgroup)
         if kind == "word":
-            yield from _tokens_of_word(match[0], after_space)
+            yield from _split_letters(match[0], after_space)
         elif kind != "space":
-            yield ExpressionToken(match[0], kind, after_space)
+            yield LatexToken(match[0], kind, after_space)
         # For "!!", see the parser. Otherwise spaces have no meaning.
         after_space = kind == "space"
-    yield ExpressionToken("", "end", after_space)
+    yield LatexToken("", "end", after_space)
 
 
-def _tokens_of_word(word: str, after_space: bool) -> Iterator[ExpressionToken]:
+def _split_letters(word: str, after_space: bool) -> Iterator[LatexToken]:
     """Yield tokens of letters without a backslash: a function, a name, a word, or factors."""
     if word in FUNCTIONS:
-        yield ExpressionToken(f"\\{word}", "command", after_space)
-    elif word in NAMES:
-        yield ExpressionToken(NAMES[word], "command", after_space)
-    elif _is_no_product(word):
+        yield LatexToken(f"\\{word}", "command", after_space)
+    elif word in PLAIN_NAMES:
+        yield LatexToken(PLAIN_NAMES[word], "command", after_space)
+    elif _is_word(word):
         # Readable only within a name, such as \overline{ABCD}.
-        yield ExpressionToken(word, "word", after_space)
+        yield LatexToken(word, "word", after_space)
     else:
         for i, letter in enumerate(word):
-            yield ExpressionToken(letter, "letter", after_space and i == 0)
+            yield LatexToken(letter, "letter", after_space and i == 0)
 
 
-def _is_no_product(word: str) -> bool:
+def _is_word(word: str) -> bool:
     """Return True for words that are too long for a product of letters, and for SHORT_WORDS."""
     return len(word) > MAX_PRODUCT_LETTERS or (word.lower() in SHORT_WORDS and not word.isupper())
