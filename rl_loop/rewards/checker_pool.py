@@ -27,8 +27,8 @@ class CheckerPool(ForkedPool):
             control: see ``ForkedPool.ask``.
 
         Raises:
-            CheckerError: if no process can be started, none answers any question, or they die
-                while the machine is out of memory.
+            CheckerError: if no process can be started, no process answers any question, or
+                processes die while the machine is out of memory.
         """
         try:
             return self.ask(question, control)
@@ -38,7 +38,7 @@ class CheckerPool(ForkedPool):
             raise CheckerError(str(error)) from None
 
     async def judge_async(self, question: Any, *, too_expensive: Any, control: Any = None) -> Any:
-        """Do the same as ``judge`` without blocking the event loop."""
+        """Run ``judge`` on a thread, without blocking the event loop."""
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(
             self.threads,

@@ -117,6 +117,7 @@ def _equivalent_expressions(
 def _equivalent_single_values(
     answer: ExpressionStatement, truth: ExpressionStatement, modulus: Expr | None
 ) -> bool:
+    r"""Compare two values without \pm."""
     if not equivalent_units(answer.units, truth.units):
         return False
     # Equal modulo m: the difference is a multiple of m.
@@ -158,6 +159,7 @@ def _equivalent_collections(
     true_items: Sequence[Statement],
     modulus: Expr | None,
 ) -> bool:
+    """Compare lists and sets by their items, in any order."""
     connectives = [x.connective if isinstance(x, StatementList) else "," for x in (answer, truth)]
     # "x < 1 or x > 3" does not equal "x < 1, x > 3".
     if connectives[0] != connectives[1]:
@@ -172,6 +174,7 @@ def _equivalent_collections(
 
 
 def _drop_duplicates(items: Iterable[Statement]) -> list[Statement]:
+    """Return the items without those that are equivalent to an earlier item."""
     kept: list[Statement] = []
     for item in items:
         if not any(equivalent_statements(item, other) for other in kept):
@@ -198,6 +201,7 @@ def _match[T](items: Sequence[T], others: Sequence[T], same: Callable[[T, T], bo
 def _equivalent_in_order(
     items: Sequence[Statement], others: Sequence[Statement], modulus: Expr | None = None
 ) -> bool:
+    """Return True if the sequences have the same length and equivalent items in the same order."""
     if len(items) != len(others):
         return False
     return all(equivalent_statements(a, b, modulus) for a, b in zip(items, others, strict=True))
@@ -239,6 +243,7 @@ def _get_entries(statement: Statement) -> tuple[Statement, ...] | None:
 
 
 def _equivalent_operations(answer: SetOperation, truth: SetOperation) -> bool:
+    """Compare unions, intersections and differences of sets."""
     if answer.operation != truth.operation:
         return False
     # The only operation in which the order matters.
@@ -248,9 +253,12 @@ def _equivalent_operations(answer: SetOperation, truth: SetOperation) -> bool:
 
 
 def _equivalent_cases(answer: PiecewiseStatement, truth: PiecewiseStatement) -> bool:
+    """Compare piecewise values: each value and its condition, in any order."""
+
     def same(
         row: tuple[Statement, Statement | None], other: tuple[Statement, Statement | None]
     ) -> bool:
+        """Return True if two rows have equivalent conditions and values."""
         (value, condition), (true_value, true_condition) = row, other
         if (condition is None) != (true_condition is None):
             return False
@@ -286,6 +294,7 @@ def _equivalent_ratios(answer: Ratio, truth: Ratio) -> bool:
 
 
 def _equivalent_congruences(answer: Statement, truth: Statement) -> bool:
+    r"""Compare congruences: x \equiv 3 (mod 5) equals x \equiv 8 (mod 5)."""
     if not isinstance(answer, Congruence) or not isinstance(truth, Congruence):
         return False
     modulus, true_modulus = answer.modulus, truth.modulus
@@ -313,6 +322,7 @@ def _equivalent_congruences(answer: Statement, truth: Statement) -> bool:
 
 
 def _equivalent_chains(answer: Statement, truth: Statement, modulus: Expr | None) -> bool:
+    """Compare an answer and a truth of which at least one is a chain of relations."""
     if isinstance(answer, RelationChain) and isinstance(truth, RelationChain):
         return _equivalent_relations(answer, truth)
     if isinstance(answer, RelationChain):
@@ -360,6 +370,7 @@ def _chain_implies(answer: RelationChain, truth: Statement, modulus: Expr | None
 
 
 def _equivalent_relations(answer: RelationChain, truth: RelationChain) -> bool:
+    """Compare two chains of relations."""
     if _equivalent_sides(answer, truth):
         return True
     # 3 > x is x < 3.
@@ -378,6 +389,7 @@ def _equivalent_relations(answer: RelationChain, truth: RelationChain) -> bool:
 
 
 def _equivalent_sides(answer: RelationChain, truth: RelationChain) -> bool:
+    """Return True if two chains have the same relations and equivalent sides, in order."""
     return answer.relations == truth.relations and _equivalent_in_order(answer.sides, truth.sides)
 
 
@@ -395,6 +407,7 @@ def _equivalent_equation(answer: RelationChain, truth: RelationChain) -> bool:
 
 
 def _equivalent_inequality(answer: RelationChain, truth: RelationChain) -> bool:
+    """Compare relations of two sides by left minus right: 2x < 4 equals x < 2."""
     relation, true_relation = answer.relations[0], truth.relations[0]
     if relation not in ORDERED | {"!="} or true_relation not in ORDERED | {"!="}:
         return False

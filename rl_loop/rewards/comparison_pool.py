@@ -6,11 +6,11 @@ from rl_loop.rewards.checker_pool import CheckerPool
 
 SECONDS = 2.0
 """Limit of processor time per comparison in seconds. Comparisons usually take a thousandth of it.
-A slower one counts as not equivalent."""
+Answers whose comparison exceeds it count as not equivalent."""
 WORKERS = 32
-"""Maximum number of concurrent comparisons. Others wait."""
+"""Maximum number of concurrent comparisons. Further comparisons wait."""
 MAX_CHARACTERS = 2000
-"""Maximum characters of an expression. A longer one counts as not equivalent."""
+"""Maximum characters of an expression. A longer expression counts as not equivalent."""
 
 Pair = tuple[str, str]
 """Answer and truth in standard notation."""
@@ -35,8 +35,8 @@ class ComparisonPool:
         An answer that kills two processes counts as different, unless the machine is out of memory.
 
         Raises:
-            CheckerError: if no process can be started, none answers any question, or two die
-                while the machine is out of memory.
+            CheckerError: if no process can be started, no process answers any question, or two
+                processes die while the machine is out of memory.
         """
         # Checked here, so that a huge text does not even reach a process.
         if max(len(answer), len(truth)) > MAX_CHARACTERS:

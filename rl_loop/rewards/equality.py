@@ -22,7 +22,10 @@ POINTS = (
     Fraction(10**4, 7),
     Fraction(-(10**4), 11),
 )
-"""Values of the first variable; others are near it. Some are large: |x - 9| is 9 - x if x < 9."""
+"""Values of the first variable. Further variables get values near it.
+
+Some values are large, because small ones do not reveal all differences: |x - 9| is 9 - x if x < 9.
+"""
 OPAQUE = (
     AppliedUndef,
     sympy.Abs,
@@ -38,7 +41,8 @@ def equivalent_values(one: Expr, other: Expr) -> bool:
     """Return True if two expressions are equal for all values of their variables."""
     if one == other:
         return True
-    # ``is_finite`` is None if sympy does not know it. Infinite values equal only themselves, above.
+    # Infinite values equal only themselves, which was checked above. ``is_finite`` is None if sympy
+    # does not know it.
     if not (one.is_finite is not False and other.is_finite is not False):
         return False
     # sympy reduces rationals, so different ones have been found unequal above.
@@ -80,6 +84,7 @@ def _replace_functions(one: Expr, other: Expr) -> tuple[Expr, Expr]:
 
 
 def _agree_at_points(one: Expr, other: Expr, symbols: Sequence[Expr]) -> bool:
+    """Return True if two expressions have equal values at all POINTS where they are defined."""
     compared = 0
     for point in POINTS if symbols else POINTS[:1]:
         values = {

@@ -78,6 +78,7 @@ class _Reader:
         """Number of open | of absolute values."""
 
     def read(self) -> Expr:
+        """Return the value of the whole text."""
         value = self._read_sum()
         if self._next.kind != "end":
             raise self._unreadable()
@@ -87,30 +88,36 @@ class _Reader:
 
     @property
     def _next(self) -> LatexToken:
+        """Token that is read next."""
         return self._tokens[self._at]
 
     def _take(self) -> LatexToken:
+        """Return the next token and move past it."""
         token = self._tokens[self._at]
         # Stays at the end token, so that no caller has to check for the end.
         self._at = min(self._at + 1, len(self._tokens) - 1)
         return token
 
     def _skip(self, text: str) -> bool:
+        """Move past the next token if it is ``text``. Returns False otherwise."""
         if self._next.text != text or self._next.kind == "end":
             return False
         self._take()
         return True
 
     def _expect(self, text: str) -> None:
+        """Move past the next token, which must be ``text``."""
         if not self._skip(text):
             raise self._unreadable()
 
     def _unreadable(self) -> UnreadableError:
+        """Return the error for this text."""
         return UnreadableError(self._text)
 
     # ---- sums and products
 
     def _read_sum(self) -> Expr:
+        """Parse a sum, which is a complete expression: 2x - 3."""
         # Every nested group passes here, so one counter bounds the recursion.
         self._depth += 1
         if self._depth > MAX_EXPRESSION_DEPTH:
@@ -122,6 +129,7 @@ class _Reader:
         return sympy.Add(*terms)
 
     def _read_signed_product(self) -> Expr:
+        """Parse a product with any signs in front of it: -2x."""
         sign: Expr = S.One
         while self._next.text in SIGNS:
             mark = self._take().text
@@ -134,6 +142,7 @@ class _Reader:
         return sign * self._read_product()
 
     def _read_product(self) -> Expr:
+        r"""Parse factors with or without signs between them: 2x \cdot 3, x / 2."""
         value = self._read_mixed_number()
         if value is None:
             value = self._read_power()
@@ -170,6 +179,7 @@ class _Reader:
         return Rational(whole * below + above, below)
 
     def _read_signed_factor(self) -> Expr:
+        r"""Parse a factor after a multiplication or division sign: the -3 of 2 \cdot -3."""
         negative = False
         while self._next.text in ("+", "-"):
             negative ^= self._take().text == "-"
@@ -184,10 +194,11 @@ class _Reader:
         if token.kind == "mark":
             # A bar ends an absolute value if one is open, and begins one otherwise.
             return token.text in ("(", "[", "{") or (token.text == "|" and self._bars == 0)
-        # A number begins none, because "2 3" and "x2" are ambiguous.
+        # A number needs a multiplication sign, because "2 3" and "x2" are ambiguous.
         return token.kind == "command" and token.text[1:] in FACTORS
 
     def _divide(self, above: Expr, below: Expr) -> Expr:
+        """Return above / below, exactly."""
         if below == 0:
             raise self._unreadable()
         return above / below
@@ -195,6 +206,7 @@ class _Reader:
     # ---- powers
 
     def _read_power(self) -> Expr:
+        """Parse an atom with its exponent and postfix signs: x^2, 5!."""
         value = self._read_postfix(self._read_atom())
         if self._skip("^"):
             value = self._raise_to(value, self._read_exponent())
@@ -205,12 +217,14 @@ class _Reader:
         return value
 
     def _raise_to(self, base: Expr, exponent: Expr) -> Expr:
+        """Return ``base`` to the power ``exponent``."""
         # sympy would return infinity for 0^{-1}, and 1 for 0^0.
         if base == 0 and (exponent.is_negative or exponent == 0):
             raise self._unreadable()
         return sympy.Pow(base, exponent)
 
     def _read_exponent(self) -> Expr:
+        """Parse an exponent, in braces or not: the 2 of x^2, the -1 of x^{-1}."""
         if self._next.text == "{":
             return self._read_group("{", "}")
         negative = False
@@ -222,6 +236,7 @@ class _Reader:
         return -value if negative else value
 
     def _read_postfix(self, value: Expr) -> Expr:
+        r"""Parse the ! and \degree behind ``value``."""
         while True:
             if self._skip("!"):
                 # "5!!" is the double factorial, and not the factorial of 5!.
@@ -240,6 +255,7 @@ class _Reader:
     # ---- atoms
 
     def _read_atom(self) -> Expr:
+        """Parse a number, name, bracketed expression, absolute value or command."""
         token = self._take()
         if token.kind == "number":
             return self._read_number(token.text)
@@ -255,6 +271,7 @@ class _Reader:
         raise self._unreadable()
 
     def _read_group(self, opening: str, closing: str) -> Expr:
+        """Parse an expression between two brackets."""
         self._expect(opening)
         # Bars within brackets belong to the brackets: |(|x|)|.
         bars, self._bars = self._bars, 0
@@ -264,6 +281,7 @@ class _Reader:
         return value
 
     def _read_absolute(self, closing: str) -> Expr:
+        """Parse the rest of an absolute value, after its first bar."""
         self._bars += 1
         # ||x|| may be nested or a norm.
         if self._bars > 1:
@@ -274,6 +292,7 @@ class _Reader:
         return sympy.Abs(value)
 
     def _read_number(self, digits: str) -> Expr:
+        r"""Return the value of digits, with a repeating block if one follows: 0.1\overline{6}."""
         # Digits in a base, such as 101_2, are no part of an expression.
         if self._next.text == "_":
             raise self._unreadable()
@@ -289,6 +308,7 @@ class _Reader:
         return Rational(Fraction(digits.rstrip(".")))
 
     def _read_letter(self, letter: str) -> Expr:
+        """Parse the rest of a variable, a constant (e, i) or a function such as f(x)."""
         name = self._read_index(letter)
         if letter in UNDEFINED_FUNCTIONS and self._next.text == "(":
             return Function(name)(*self._read_arguments())
@@ -384,6 +404,7 @@ class _Reader:
         return BRACKETS[name](value)
 
     def _read_root(self) -> Expr:
+        r"""Parse the rest of \sqrt{x} or \sqrt[3]{x}."""
         degree: Expr = sympy.Integer(2)
         if self._next.text == "[":
             degree = self._read_group("[", "]")
@@ -395,6 +416,7 @@ class _Reader:
     # ---- functions
 
     def _read_function(self, name: str) -> Expr:
+        r"""Parse the rest of a function of one argument: \sin^2 x, \log_2 8."""
         base: Expr | None = None
         if name == "log" and self._skip("_"):
             base = self._read_argument()
@@ -444,6 +466,7 @@ class _Reader:
         return -value if negative else value
 
     def _read_arguments(self) -> list[Expr]:
+        """Parse arguments between parentheses: (1, 2)."""
         self._expect("(")
         values = [self._read_sum()]
         while self._skip(","):
@@ -452,6 +475,7 @@ class _Reader:
         return values
 
     def _read_multi_argument_function(self, name: str) -> Expr:
+        """Parse the rest of gcd, lcm, max or min."""
         values = self._read_arguments()
         if name in ("max", "min"):
             return (sympy.Max if name == "max" else sympy.Min)(*values)
@@ -462,6 +486,7 @@ class _Reader:
         return Function(name)(*sorted(values, key=str))
 
     def _read_series(self, kind: Any) -> Expr:
+        r"""Parse the rest of a sum or product: \sum_{k=1}^{n} k."""
         self._expect("_")
         bound = self._read_raw_group()
         variable, equals, first = bound.partition("=")

@@ -1,4 +1,4 @@
-r"""Tokens of mathematical expressions in LaTeX, and the names that the grammar knows."""
+r"""Splits LaTeX into tokens of mathematical expressions, and lists the names of the grammar."""
 
 import re
 from collections.abc import Iterator
@@ -39,16 +39,17 @@ INVERSE_FUNCTIONS: dict[str, Any] = {
 }
 LOGARITHMS = frozenset({"log", "ln", "lg"})
 MULTI_ARGUMENT_FUNCTIONS = frozenset({"gcd", "lcm", "max", "min"})
+"""Functions of any number of arguments."""
 FUNCTIONS = frozenset(
     {*TRIGONOMETRY, *INVERSE_FUNCTIONS, *LOGARITHMS, *MULTI_ARGUMENT_FUNCTIONS, "exp", "sqrt"}
 )
-"""Names that may be written without a backslash."""
+"""Names of functions, which may be written without a backslash."""
 PLAIN_NAMES = {"pi": r"\pi", "infty": r"\infty", "infinity": r"\infty", "inf": r"\infty"}
 SHORT_WORD_LIST = """
 an and are as at be but by for from has if in is it its mod no not of off on one or out per than the then to two was
 """
 SHORT_WORDS = frozenset(SHORT_WORD_LIST.split())
-"""Words of two or three letters that are not products."""
+"""Words of two or three letters that are English, not products of variables."""
 
 
 class UnreadableError(ValueError):
@@ -66,7 +67,11 @@ class LatexToken:
 
 
 def tokenize(text: str) -> Iterator[LatexToken]:
-    """Yield the tokens of an expression, with an end token. Raises UnreadableError for others."""
+    """Yield the tokens of an expression, and an end token.
+
+    Raises:
+        UnreadableError: if a character is not part of any token.
+    """
     position = 0
     after_space = False
     while position < len(text):
@@ -80,19 +85,19 @@ def tokenize(text: str) -> Iterator[LatexToken]:
             yield from _split_letters(match[0], after_space)
         elif kind != "space":
             yield LatexToken(match[0], kind, after_space)
-        # For "!!", see the parser. Otherwise spaces have no meaning.
+        # The parser distinguishes "5!!" from "5! !". Elsewhere, spaces have no meaning.
         after_space = kind == "space"
     yield LatexToken("", "end", after_space)
 
 
 def _split_letters(word: str, after_space: bool) -> Iterator[LatexToken]:
-    """Yield tokens of letters without a backslash: a function, a name, a word, or factors."""
+    """Yield the tokens of letters without a backslash: a function, a name, a word, or factors."""
     if word in FUNCTIONS:
         yield LatexToken(f"\\{word}", "command", after_space)
     elif word in PLAIN_NAMES:
         yield LatexToken(PLAIN_NAMES[word], "command", after_space)
     elif _is_word(word):
-        # Readable only within a name, such as \overline{ABCD}.
+        # The parser accepts words only within a name, such as \overline{ABCD}.
         yield LatexToken(word, "word", after_space)
     else:
         for i, letter in enumerate(word):
@@ -100,5 +105,5 @@ def _split_letters(word: str, after_space: bool) -> Iterator[LatexToken]:
 
 
 def _is_word(word: str) -> bool:
-    """Return True for words that are too long for a product of letters, and for SHORT_WORDS."""
+    """Return True for letters that are too many for a product, and for SHORT_WORDS."""
     return len(word) > MAX_PRODUCT_LETTERS or (word.lower() in SHORT_WORDS and not word.isupper())

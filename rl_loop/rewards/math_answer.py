@@ -1,8 +1,8 @@
 r"""Checks whether the answer in \boxed{} is equivalent to the ground truth.
 
 An answer is correct only if all of it was read and compared. Choice letters and words are compared
-as text, and plain numbers in this module. All others are compared in separate processes
-(``comparison``), because algebra can take any amount of time.
+as text, and plain numbers in this module. All other answers are compared in separate processes
+(``comparison_pool``), because algebra can take any amount of time.
 """
 
 import asyncio
@@ -19,12 +19,12 @@ from rl_loop.rewards.units import equivalent_units, parse_quantity
 BOX_WINDOW = 20_000
 """Characters to search around the last mention of a box. Answers may be megabytes of boxes."""
 MAX_BRACE_DEPTH = 50
-"""Maximum depth of braces, because deeper ones exhaust the parser's stack."""
+"""Maximum depth of brackets in an answer, because deeper ones exhaust the parser's stack."""
 MAX_DIGITS = 100_000
 """Maximum decimal digits of a power that is computed."""
 MAX_FACTORIAL = 20_000
 MAX_POWERS = 20
-"""Maximum powers and factorials of one expression that are checked. More count as too large."""
+"""Maximum powers and factorials in one expression. An expression with more counts as too large."""
 
 # "-12.5", with few digits, so that computing with it is fast.
 PLAIN_NUMBER = re.compile(r"-?([0-9]{1,30}|[0-9]{1,8}\.[0-9]{1,6})")
@@ -46,7 +46,7 @@ WORDS = re.compile(r"[A-Za-z][A-Za-z'-]+(?: [A-Za-z'-]+)*")
 # "10:15" may be a time, which is not the ratio 2:3.
 CLOCK = re.compile(r"[0-9]{1,2}:[0-5][0-9]")
 
-# "12,345,678". Neither "0,123", which may be a decimal, nor the beginning of "1,000,2".
+# "12,345,678", but not "0,123", which may be a decimal, and not the beginning of "1,000,2".
 THOUSANDS = re.compile(r"(?<![0-9.,])[1-9][0-9]{0,2}(?:,[0-9]{3})+(?![0-9,])")
 
 # "2^{10}" and "2^9" of plain numbers, which sympy computes immediately.
@@ -126,7 +126,11 @@ def is_number(text: str) -> bool:
 
 
 def normalized(answer: str | None) -> str | None:
-    """Return equal text for answers with the same spelling, with numbers in one form."""
+    r"""Return an answer in a canonical spelling, to count equal answers.
+
+    Spaces are removed, \dfrac becomes \frac, and a plain number has no commas and no trailing
+    zeros.
+    """
     if answer is None:
         return None
 
@@ -161,7 +165,8 @@ def equivalent_answers(answer: str, truth: str) -> bool:
         # Up to three letters may be a product: ab is ba.
         if len(plain_truth) > MAX_PRODUCT_LETTERS:
             return False
-    # The texts differ, see above, and 10:15 is not 2:3.
+    # Times are equal only if their texts are equal, which was checked above. Parsed as ratios, 10:15
+    # and 2:3 would be equal.
     if CLOCK.fullmatch(_without_spaces(answer)) and CLOCK.fullmatch(_without_spaces(truth)):
         return False
 
@@ -171,7 +176,8 @@ def equivalent_answers(answer: str, truth: str) -> bool:
         is_same = equivalent_numbers(quantity.number, true_quantity.number)
         return is_same and equivalent_units(quantity.units, true_quantity.units)
 
-    # The truth is one value, so the comma of "x = 1,000" separates no values.
+    # If the truth has no comma except in thousands, it is not a list. Then the comma of the answer
+    # "x = 1,000" separates thousands, too.
     if "," not in _without_thousands_separators(truth):
         answer = _without_thousands_separators(answer)
         truth = _without_thousands_separators(truth)
@@ -216,6 +222,7 @@ def _without_thousands_separators(text: str) -> str:
     """Write 1,000 as 1000, except within brackets, because (1,000) may be a point."""
 
     def joined(number: re.Match[str]) -> str:
+        """Return the number without its commas, or unchanged within brackets."""
         is_bracketed = _count_open_brackets(text[: number.start()]) != 0
         return number[0] if is_bracketed else number[0].replace(",", "")
 
@@ -239,6 +246,7 @@ def _max_depth(text: str) -> int:
 
 
 def _depth_change(character: str) -> int:
+    """Return 1 for a left bracket, -1 for a right bracket, 0 otherwise."""
     return (character in "([{") - (character in ")]}")
 
 
@@ -247,8 +255,8 @@ def _depth_change(character: str) -> int:
 
 def _is_too_large(text: str) -> bool:
     """Return True if a power or factorial of literal numbers is too large to be computed."""
-    # sympy computes 9^(9^(9^9)) before anything else. Time limits stop it, too. This check saves
-    # the time.
+    # sympy computes 9^(9^(9^9)) before anything else. The time limit would stop it, but only after
+    # seconds.
     for _ in range(MAX_POWERS):
         # Replace operations by their values, from the inside out.
         text = BRACKETED_LITERAL.sub(r"\1", text)

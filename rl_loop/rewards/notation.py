@@ -331,6 +331,7 @@ def _words(content: str) -> str:
 
 
 def _braced_fraction(fraction: re.Match[str]) -> str:
+    """Return a fraction with braces around both parts."""
     above = fraction["above"] or fraction["digit_above"] or ""
     below = fraction["below"] or fraction["sign_below"] or ""
     return rf"\frac{{{above}}}{{{below}}}"

@@ -113,6 +113,7 @@ def _is_value(value: Fraction, truth: NotatedNumber) -> bool:
 
 
 def _parse_signed(text: str) -> NotatedNumber | None:
+    """Parse a number with an optional sign."""
     text = text.strip()
     sign = text[:1] if text[:1] in ("-", "+") else ""
     number = _parse_unsigned(text[len(sign) :].strip())
@@ -123,6 +124,7 @@ def _parse_signed(text: str) -> NotatedNumber | None:
 
 
 def _parse_unsigned(text: str) -> NotatedNumber | None:
+    """Parse a number without a sign, in any notation."""
     # A number in one pair of braces, such as {12}. With more braces it is an expression.
     while text.startswith("{") and text.endswith("}") and text.count("{") == 1:
         text = text[1:-1].strip()

@@ -3,6 +3,23 @@ r"""Parses an answer, completely or not at all.
 An answer is a value, a list, a set, an interval, a relation, a congruence, a matrix or cases. Parts
 between brackets and separators are statements again, down to expressions
 (``rl_loop.rewards.expression``). ``rl_loop.rewards.units`` parses numbers with units.
+
+Examples, in standard notation:
+
+* ``5 \text{cm}``: ExpressionStatement with units
+* ``101_2``: BasedNumber
+* ``\text{even}``: WordsStatement
+* ``1, 2, \ldots``: StatementList with an EllipsisItem
+* ``(1, 2]``: BracketedStatement
+* ``\{1, 2\}``: ListedSet
+* ``\{x : x > 3\}``: SetBuilder
+* ``\mathbb{R}``: NamedSet
+* ``A \cup B``: SetOperation
+* ``1 < x < 2``: RelationChain
+* ``x = 3 \pmod{5}``: Congruence
+* ``3:4``: Ratio
+* ``\begin{pmatrix} 1 & 2 \end{pmatrix}``: MatrixStatement
+* ``\begin{cases} 1 & x > 0 \\ 0 & \text{otherwise} \end{cases}``: PiecewiseStatement
 """
 
 import re
@@ -21,6 +38,7 @@ NO_UNIT = UnitProduct()
 MAX_BASE = 36
 # A policy may write thousands of brackets, which would exceed Python's recursion limit.
 MAX_STATEMENT_DEPTH = 30
+"""Maximum depth of statements within statements."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +62,7 @@ class BasedNumber:
 
 @dataclass(frozen=True)
 class WordsStatement:
-    r"""Words in \text{}, or nothing, as one side of a relation or an item of a list."""
+    r"""Words in \text{}, or an empty side of a relation, or an empty item of a list."""
 
     text: str
 
@@ -112,10 +130,12 @@ class RelationChain:
 
 @dataclass(frozen=True)
 class Congruence:
-    """Statement about residues."""
+    r"""Equality of residues, such as x = 3 \pmod{5}."""
 
     statement: "Statement"
+    """Part in front of the modulus: x = 3."""
     modulus: "Statement"
+    """Modulus: 5."""
 
 
 @dataclass(frozen=True)
@@ -134,9 +154,10 @@ class MatrixStatement:
 
 @dataclass(frozen=True)
 class PiecewiseStatement:
-    """Values with their conditions. None for "otherwise"."""
+    """Values with their conditions."""
 
     rows: tuple[tuple["Statement", "Statement | None"], ...]
+    """(value, condition) of each row. The condition is None for "otherwise"."""
 
 
 type Statement = (
@@ -220,6 +241,10 @@ def read_statement(text: str) -> Statement:
 
 
 def _read_nested(text: str, depth: int) -> Statement:
+    """Parse a statement at a depth of nesting.
+
+    The parts at the weakest separator are parsed first: x = 1, y = 2 is a list of two relations.
+    """
     text = _remove_braces(text.strip())
     if depth > MAX_STATEMENT_DEPTH:
         raise UnreadableError(text)
@@ -228,7 +253,7 @@ def _read_nested(text: str, depth: int) -> Statement:
     if DOTS.fullmatch(text):
         return EllipsisItem()
 
-    # Several congruences are a list.
+    # A text with several moduli is a list of congruences, which is split below.
     modulus = MODULUS.search(text) if text.count(r"\pmod") == 1 else None
     if modulus is not None:
         close = closing_brace(text, modulus.end() - 1)
@@ -301,7 +326,7 @@ def _read_undivided(text: str, depth: int) -> Statement:
 def _read_value(text: str) -> Statement:
     """Parse an expression with its units, or words."""
     text = _remove_braces(text.strip())
-    # Before expressions, because there the m of "5 m" would be a factor.
+    # Parse quantities before expressions, because in an expression the m of "5 m" is a factor.
     quantity = parse_quantity(text)
     if quantity is not None:
         number = quantity.number
@@ -329,9 +354,10 @@ def _read_value(text: str) -> Statement:
 
 
 def _read_set(inside: str, depth: int) -> Statement:
+    r"""Parse the contents of \{ and \}: 1, 2 or x : x > 3 or nothing."""
     if not inside.strip():
         return NamedSet(r"\emptyset")
-    # All three separate a member from its condition: \{x : x > 3\}.
+    # Each of these signs may separate a member from its condition: \{x : x > 3\}.
     for separator in (":", r"\mid", "|"):
         parts, found = _split_at(inside, {separator: separator})
         if len(found) == 1:
@@ -346,6 +372,7 @@ def _read_set(inside: str, depth: int) -> Statement:
 
 
 def _read_latex_environment(environment: re.Match[str], depth: int) -> Statement:
+    """Parse a match of LATEX_ENVIRONMENT: a matrix or cases."""
     name, body, end = environment.groups()
     if name != end or r"\begin" in body:
         raise UnreadableError(body)
@@ -357,10 +384,12 @@ def _read_latex_environment(environment: re.Match[str], depth: int) -> Statement
 
 
 def _split_rows(body: str) -> list[str]:
+    """Return the rows of a matrix or of cases that are not empty."""
     return [row for row in re.split(r"\\\\(?:\[[^\]]*\])?", body) if row.strip()]
 
 
 def _read_matrix(body: str, depth: int) -> MatrixStatement:
+    r"""Parse the rows between \begin{pmatrix} and \end{pmatrix}: 1 & 2 \\ 3 & 4."""
     # Rows and cells are cut at every \\ and &, also at those of an inner matrix.
     if r"\begin" in body:
         raise UnreadableError(body)
@@ -373,9 +402,10 @@ def _read_matrix(body: str, depth: int) -> MatrixStatement:
 
 
 def _read_case(row: str, depth: int) -> tuple[Statement, Statement | None]:
+    r"""Parse one row of cases: x & \text{if } x > 0. Returns value and condition."""
     parts = row.split("&")
     if len(parts) == 1:
-        # Some write the condition behind a comma instead of "&".
+        # The condition may follow a comma instead of "&".
         parts = re.split(r",\s*(?=\\text\{\s*(?:if|for|when|otherwise))", row, maxsplit=1)
     if len(parts) != 2:
         raise UnreadableError(row)
@@ -388,11 +418,12 @@ def _read_case(row: str, depth: int) -> tuple[Statement, Statement | None]:
 
 
 def _read_based_number(based: re.Match[str]) -> Statement:
+    """Parse a match of BASED_NUMBER: 101_2 or FF_{16}."""
     base = int(based["base"])
     digits = based["digits"].lstrip("0") or "0"
     if not 2 <= base <= MAX_BASE or any(int(digit, 36) >= base for digit in digits):
         raise UnreadableError(based[0])
-    # The usual base is a plain value.
+    # A number in base 10 is a plain value.
     if base == 10:
         number = int(based["sign"] + digits)
         return ExpressionStatement(based[0], Rational(number))
@@ -416,7 +447,7 @@ def is_name(side: Statement, *, may_have_numbers: bool = False) -> bool:
         )
     if not isinstance(side, WordsStatement | ExpressionStatement):
         return False
-    # A statement about a_2 is not one about a_3.
+    # The numbers distinguish names: a_2 = 5 says nothing about a_3.
     if not may_have_numbers and re.search("[0-9]", side.text):
         return False
     if isinstance(side, WordsStatement):
@@ -469,8 +500,8 @@ def _split_brackets(text: str) -> tuple[str, str, str] | None:
 
     opening, closing = pieces[0][0], pieces[-1][0]
     # "]1, 2[" is another notation of an open interval.
-    interval_brackets = ("(", "[", "]")
-    is_interval_or_point = opening in interval_brackets and closing in (")", "]", "[")
+    interval_openings, interval_closings = ("(", "[", "]"), (")", "]", "[")
+    is_interval_or_point = opening in interval_openings and closing in interval_closings
     if not is_interval_or_point and (opening, closing) not in (
         (r"\{", r"\}"),
         (r"\langle", r"\rangle"),
@@ -480,7 +511,7 @@ def _split_brackets(text: str) -> tuple[str, str, str] | None:
     depth = 0
     for token, start, _ in pieces[:-1]:
         depth += (token in OPENING) - (token in CLOSING)
-        # PIECE and CLOSING count it as a closing bracket.
+        # An opening "]" was counted as a closing bracket above.
         if start == 0 and opening == "]":
             depth = 1
         if depth == 0:
@@ -489,6 +520,7 @@ def _split_brackets(text: str) -> tuple[str, str, str] | None:
 
 
 def _remove_braces(text: str) -> str:
+    """Remove braces around the whole text: {{x}} is x."""
     while text.startswith("{") and closing_brace(text, 0) == len(text) - 1:
         text = text[1:-1].strip()
     return text

@@ -154,6 +154,7 @@ class _Collected:
     scale: int = 1
 
     def units(self) -> UnitProduct:
+        """Return the collected units."""
         powers = tuple(sorted((unit, power) for unit, power in self.powers.items() if power))
         return UnitProduct(powers, frozenset(self.words))
 
@@ -184,9 +185,10 @@ def parse_units(text: str) -> tuple[str, UnitProduct]:
 
 
 def equivalent_units(answer: UnitProduct, truth: UnitProduct) -> bool:
-    """Return True if units are compatible. Either side may omit them, and also words.
+    """Return True if the units of two numbers do not contradict each other.
 
-    Words that are not known units do not contradict fewer words: 5 red apples are 5 apples.
+    Either side may omit its units. One side may also have fewer of the words that are not known
+    units: 5 red apples are 5 apples.
     """
     if not answer.is_given or not truth.is_given:
         return True
@@ -199,7 +201,7 @@ def equivalent_units(answer: UnitProduct, truth: UnitProduct) -> bool:
 def _remove_units(text: str, *, takes_words: bool) -> Iterator[tuple[str, _Collected]]:
     """Yield a text with none, one, two, ... units removed from its end."""
     collected = _Collected()
-    # The same object in every step. Callers read it before the next one.
+    # Every step yields the same object. Callers read it before the next step.
     yield text, collected
     # From the end, because the number comes first.
     for _ in range(MAX_UNITS):
@@ -277,6 +279,7 @@ def _add_text(collected: _Collected, text: str, sign: int, power: int) -> bool:
 
 
 def _add_word(collected: _Collected, word: str, power: int) -> bool:
+    """Add a word to the units. Returns False if it is not a unit."""
     name = word.lower()
     if name in NO_UNITS:
         return False
@@ -288,7 +291,8 @@ def _add_word(collected: _Collected, word: str, power: int) -> bool:
         for unit, own in COMPOUND[name].items():
             collected.powers[unit] += own * power
         if name in KINDS_OF_DEGREES:
-            # As degrees, both agree with an answer in mere degrees. The words differ.
+            # Celsius and Fahrenheit are stored as degrees, so that an answer in degrees agrees with both.
+            # The added word makes them differ from each other.
             collected.words.add(name)
     # "Meters" is a unit, but the case of short names has a meaning.
     elif name in UNITS and len(name) > 2:
@@ -299,6 +303,7 @@ def _add_word(collected: _Collected, word: str, power: int) -> bool:
 
 
 def _to_singular(word: str) -> str:
+    """Return the singular of an English word in lower case."""
     # The first match counts: "glasses" becomes "glass", and "glass" stays.
     for ending, replacement in (
         ("ies", "y"),
