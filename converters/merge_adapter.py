@@ -26,7 +26,7 @@ from converters.mxfp4_export import quantize
 from converters.names import parameter_mappings, stack_experts
 from converters.ordered_map import Progress, ordered_map
 from converters.reference.mxfp4 import defined_values, nearest, some_rows
-from converters.reports import MergeLoss, MergeReport, UpdateLoss
+from converters.reports import MergeReport, MergeRoundingError, UpdateRoundingError
 from converters.torch_dist import ExportFormat
 from gptoss_kernels import mxfp4
 from megatron_gptoss.config.hf_config import MERGED_KEY
@@ -68,7 +68,7 @@ def merge_adapter(
         check_progress: callback that receives the progress of reading back.
 
     Returns:
-        The losses, if any, and warnings.
+        The rounding errors, if any, and warnings.
 
     Raises:
         ConversionError: naming the file, key or tensor. Also if the adapter was trained on another
@@ -142,7 +142,7 @@ class _Quantized:
 
     parts: dict[str, torch.Tensor]
     """Blocks and scales by stored name."""
-    loss: MergeLoss
+    error: MergeRoundingError
     exact: torch.Tensor
     """``some_rows`` of the matrix before quantization, bf16 [rows, in]."""
 
@@ -158,8 +158,8 @@ class _Merged:
     """Contribution of the base's parameter to the digest of the base, int64 []."""
     quantized: _Quantized | None
     """Quantized matrix of an expert, if the result is MXFP4; else None."""
-    updates: list[UpdateLoss]
-    """Loss of each adapter's update by rounding; empty if the trainer rounds, too."""
+    updates: list[UpdateRoundingError]
+    """Rounding error of each adapter's update; empty if the trainer rounds, too."""
 
 
 class _Merger:
@@ -185,7 +185,7 @@ class _Merger:
         """Yield every parameter's parts, in the order of the table.
 
         Args:
-            report: receives the losses.
+            report: receives the rounding errors.
             progress: callback that receives the progress.
         """
         self._digest.zero_()
@@ -208,14 +208,14 @@ class _Merger:
 
         Args:
             partial: directory that does not have its final name yet.
-            report: losses of the first computation.
+            report: rounding errors of the first computation.
             progress: callback that receives the progress.
 
         Raises:
-            ConversionError: naming a tensor that differs, or if the losses differ.
+            ConversionError: naming a tensor that differs, or if the rounding errors differ.
         """
         written = HfDirectory(partial, unfinished=True)
-        # A second computation of all losses, to compare with the first.
+        # A second computation of all rounding errors, to compare with the first.
         again = MergeReport()
         with contextlib.closing(self._results(again, progress)) as results:
             for merged in results:
@@ -230,10 +230,10 @@ class _Merger:
                 if merged.quantized is not None:
                     _check_by_definition(final_name(partial), merged.mapping, merged.quantized)
 
-        # The user sees only the report of the loss, so check it, too.
+        # The user sees only the reported errors, so check them, too.
         if again != report:
             raise ConversionError(
-                f"{final_name(partial)}: two computations of the quantization loss differ. Nothing "
+                f"{final_name(partial)}: two computations of the rounding error differ. Nothing "
                 "was kept. Check the memory of this machine"
             )
 
@@ -258,9 +258,9 @@ class _Merger:
             for merged in results:
                 layer = merged.mapping.layer
                 if merged.quantized is not None and layer is not None:
-                    report.add(layer, merged.mapping.hf_names[0], merged.quantized.loss)
-                for loss in merged.updates:
-                    report.add_update(merged.mapping.name, loss)
+                    report.add(layer, merged.mapping.hf_names[0], merged.quantized.error)
+                for error in merged.updates:
+                    report.add_update(merged.mapping.name, error)
                 yield merged
 
     def _merge(self, mapping: ParameterMapping) -> _Merged:
@@ -271,7 +271,7 @@ class _Merger:
 
         # QKV is one parameter with up to three adapters, every other parameter has at most one.
         kinds = self._kinds(mapping)
-        updates: list[UpdateLoss] = []
+        updates: list[UpdateRoundingError] = []
         if len(kinds) > 1:
             # Queries, keys and values have the same orientation in both layouts.
             merged = [
@@ -304,7 +304,7 @@ class _Merger:
         mapping: ParameterMapping,
         kind: str,
         weight: torch.Tensor,
-        updates: list[UpdateLoss],
+        updates: list[UpdateRoundingError],
     ) -> torch.Tensor:
         """Merge a weight with the adapter of a kind, if there is one.
 
@@ -312,7 +312,7 @@ class _Merger:
             mapping: entry of the parameter.
             kind: kind of adapter.
             weight: [out, in].
-            updates: receives the loss by rounding if the trainer did not round merged weights of
+            updates: receives the rounding error if the trainer did not round merged weights of
                 this kind.
 
         Returns:
@@ -331,7 +331,9 @@ class _Merger:
         if not self._adapters.rounds(kind):
             update = adapter.scale * (b.float() @ a.float())
             error = (merged.float() - weight.float()) - update
-            updates.append(UpdateLoss(float(error.square().sum()), float(update.square().sum())))
+            updates.append(
+                UpdateRoundingError(float(error.square().sum()), float(update.square().sum()))
+            )
         return merged
 
     def _quantize(
@@ -351,17 +353,17 @@ class _Merger:
 
         # In MXFP4's layout, with blocks along the inputs.
         exact = merged.mT.float()
-        error = mxfp4.dequantize(blocks, scales).float() - exact
+        difference = mxfp4.dequantize(blocks, scales).float() - exact
         update = exact - base.mT.float()
-        loss = MergeLoss(
-            values=error.numel(),
-            changed=int(error.count_nonzero()),
-            squared_error=float(error.square().sum()),
+        error = MergeRoundingError(
+            values=difference.numel(),
+            changed=int(difference.count_nonzero()),
+            squared_error=float(difference.square().sum()),
             squared=float(exact.square().sum()),
             squared_update=float(update.square().sum()),
         )
         # Only these rows are compared later, so the matrix can be freed.
-        return _Quantized(parts, loss, some_rows(merged.mT))
+        return _Quantized(parts, error, some_rows(merged.mT))
 
 
 def _check_by_definition(directory: Path, mapping: ParameterMapping, quantized: _Quantized) -> None:

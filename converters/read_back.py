@@ -41,7 +41,7 @@ from converters.names import parameter_mappings
 from converters.ordered_map import Progress, ordered_map
 from converters.parameter_selection import ComparedParameters, remember_layer
 from converters.reference.mxfp4 import defined_values, nearest, some_rows
-from converters.reports import ExportReport, QuantizationLoss, ReadBackResult
+from converters.reports import ExportReport, ReadBackResult, RoundingError
 from megatron_gptoss.config import ModelConfig
 from megatron_gptoss.durable_files import directory_syncing
 from megatron_gptoss.new_directory import final_name
@@ -156,7 +156,7 @@ def check_export(
         partial: directory that does not have its final name yet.
         dtype: dtype of the weights; None for MXFP4 experts and bf16 otherwise.
         reference: directory whose MXFP4 scales were reused where they fit; None for new scales.
-        report: quantization losses reported by the export. They are computed again and compared.
+        report: rounding errors reported by the export. They are computed again and compared.
         selection: parameters to compare.
         progress: callback that receives the progress.
 
@@ -167,9 +167,9 @@ def check_export(
     comparison = _ExportComparison(megatron_dir, partial, dtype, reference, from_disk)
     recomputed = ExportReport()
 
-    def add_loss(mapping: ParameterMapping, loss: QuantizationLoss | None) -> None:
-        if loss is not None:
-            recomputed.add(mapping.hf_names[0], loss)
+    def add_error(mapping: ParameterMapping, error: RoundingError | None) -> None:
+        if error is not None:
+            recomputed.add(mapping.hf_names[0], error)
 
     result = _compare_selected(
         comparison.compare,
@@ -177,16 +177,16 @@ def check_export(
         config=comparison.source.config,
         partial=partial,
         selection=selection,
-        use=add_loss,
+        use=add_error,
         progress=progress,
     )
     # The user sees only the report, which the writing threads computed. Check it, too.
-    for name, loss in recomputed.losses.items():
-        reported = report.losses.get(name)
-        if not loss.is_close_to(reported):
+    for name, error in recomputed.errors.items():
+        reported = report.errors.get(name)
+        if not error.is_close_to(reported):
             raise ConversionError(
-                f"{final_name(partial)}: the quantization loss of {name} was reported as "
-                f"{reported}, but is {loss}. Nothing was kept. Convert again"
+                f"{final_name(partial)}: the rounding error of {name} was reported as "
+                f"{reported}, but is {error}. Nothing was kept. Convert again"
             )
     return result
 
@@ -220,7 +220,7 @@ class _ExportComparison:
         # Serializes the codec, as in _ImportComparison.
         self._codec = threading.Lock()
 
-    def compare(self, mapping: ParameterMapping) -> QuantizationLoss | None:
+    def compare(self, mapping: ParameterMapping) -> RoundingError | None:
         name = mapping.hf_names[0]
         # Compare the bytes of large unchanged tensors in the files, without loading them.
         if mapping.is_unchanged:
@@ -260,10 +260,10 @@ class _ExportComparison:
 
     def _compare_mxfp4(
         self, name: str, expert: int, matrix: torch.Tensor, where: "_Location"
-    ) -> QuantizationLoss:
+    ) -> RoundingError:
         """Compare blocks and scales of one expert's ``matrix`` [in, out]."""
         with self._codec:
-            expected, loss = quantize(name, expert, matrix, self._reference)
+            expected, error = quantize(name, expert, matrix, self._reference)
         with where.named_in_errors():
             packed = self._written.read_mxfp4(name, expert)
         # HfDirectory rejects a directory whose tensors do not match its config.json
@@ -278,13 +278,13 @@ class _ExportComparison:
         exact = some_rows(matrix.mT.to(torch.bfloat16))
         # The reference's bytes must be lossless. Otherwise only the format's rounding is allowed.
         is_exact = torch.equal(defined, exact.float())
-        if (loss.changed == 0 and not is_exact) or not nearest(defined, exact, scales):
+        if (error.changed == 0 and not is_exact) or not nearest(defined, exact, scales):
             raise ConversionError(
                 f"{where}: the MXFP4 values are not the nearest ones to {self.source.path}, so "
                 "quantization gave a wrong result on this machine. Nothing was kept. Convert on another "
                 "machine"
             )
-        return loss
+        return error
 
 
 # -- weights in memory -------------------------------------------------------------------------

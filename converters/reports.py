@@ -47,8 +47,8 @@ class ReadBackResult:
 
 
 @dataclass
-class QuantizationLoss:
-    """Quantization loss of the experts in one Hugging Face tensor."""
+class RoundingError:
+    """Rounding error of the experts in one Hugging Face tensor."""
 
     experts: int = 0
     """Number of experts."""
@@ -71,15 +71,15 @@ class QuantizationLoss:
             return 0.0
         return math.sqrt(self.squared_error / self.squared)
 
-    def add(self, other: "QuantizationLoss") -> None:
-        """Add the loss of other experts."""
+    def add(self, other: "RoundingError") -> None:
+        """Add the rounding error of other experts."""
         self.experts += other.experts
         self.changed += other.changed
         self.squared_error += other.squared_error
         self.squared += other.squared
         self.largest = max(self.largest, other.largest)
 
-    def is_close_to(self, other: "QuantizationLoss | None") -> bool:
+    def is_close_to(self, other: "RoundingError | None") -> bool:
         """Return True if both are of the same experts and equal up to the order of fp32 sums."""
         # Rounding never changes how many experts keep their bytes, so compare the counts exactly.
         if other is None or (self.experts, self.changed) != (other.experts, other.changed):
@@ -95,33 +95,33 @@ class QuantizationLoss:
 class ExportReport:
     """Effect of an export on the experts. ``str`` gives a text for the user."""
 
-    losses: dict[str, QuantizationLoss] = field(default_factory=dict)
-    """Loss by tensor name; empty unless the export is MXFP4."""
+    errors: dict[str, RoundingError] = field(default_factory=dict)
+    """Rounding error by tensor name; empty unless the export is MXFP4."""
     read_back: ReadBackResult | None = None
     """Result of the comparison after writing; None before."""
 
-    def add(self, name: str, loss: QuantizationLoss) -> None:
-        """Add the loss of one more expert in the tensor ``name``."""
-        self.losses.setdefault(name, QuantizationLoss()).add(loss)
+    def add(self, name: str, error: RoundingError) -> None:
+        """Add the rounding error of one more expert in the tensor ``name``."""
+        self.errors.setdefault(name, RoundingError()).add(error)
 
     def __str__(self) -> str:
         lines = [
-            f"{name}: {loss.changed} of {loss.experts} experts quantized, relative error "
-            f"{loss.relative:.3g}, largest {loss.largest:.3g}"
-            for name, loss in self.losses.items()
-            if loss.changed
+            f"{name}: {error.changed} of {error.experts} experts quantized, relative error "
+            f"{error.relative:.3g}, largest {error.largest:.3g}"
+            for name, error in self.errors.items()
+            if error.changed
         ]
 
         # Counted over all tensors: the lines above omit tensors without a change.
-        experts = sum(loss.experts for loss in self.losses.values())
-        kept = experts - sum(loss.changed for loss in self.losses.values())
+        experts = sum(error.experts for error in self.errors.values())
+        kept = experts - sum(error.changed for error in self.errors.values())
         lines.append(f"{kept} of {experts} expert matrices equal the reference's")
         return "\n".join(lines)
 
 
 @dataclass
-class MergeLoss:
-    """Loss of merged weights by quantization."""
+class MergeRoundingError:
+    """Error of merged weights by quantization."""
 
     values: int = 0
     """Number of values."""
@@ -144,8 +144,8 @@ class MergeLoss:
         """Root mean square error over root mean square update; above 1, the error is larger."""
         return _root_of_ratio(self.squared_error, self.squared_update)
 
-    def add(self, other: "MergeLoss") -> None:
-        """Add the loss of other weights."""
+    def add(self, other: "MergeRoundingError") -> None:
+        """Add the rounding error of other weights."""
         self.values += other.values
         self.changed += other.changed
         self.squared_error += other.squared_error
@@ -166,8 +166,8 @@ class MergeLoss:
 
 
 @dataclass
-class UpdateLoss:
-    """Loss of an adapter's update by rounding the merged weight."""
+class UpdateRoundingError:
+    """Error of an adapter's update by rounding the merged weight."""
 
     squared_error: float = 0.0
     """Sum of (merged - base - update)**2."""
@@ -179,44 +179,45 @@ class UpdateLoss:
         """Root mean square error over root mean square update."""
         return _root_of_ratio(self.squared_error, self.squared_update)
 
-    def add(self, other: "UpdateLoss") -> None:
-        """Add the loss of another weight."""
+    def add(self, other: "UpdateRoundingError") -> None:
+        """Add the rounding error of another weight."""
         self.squared_error += other.squared_error
         self.squared_update += other.squared_update
 
 
 @dataclass
 class MergeReport:
-    """Losses and warnings of a merge. ``str`` gives a text for the user."""
+    """Rounding errors and warnings of a merge. ``str`` gives a text for the user."""
 
-    layers: dict[int, MergeLoss] = field(default_factory=dict)
-    """Loss by layer; empty unless the merged model is MXFP4."""
-    tensors: dict[str, MergeLoss] = field(default_factory=dict)
-    """Loss by tensor name; empty unless the merged model is MXFP4."""
-    updates: dict[str, UpdateLoss] = field(default_factory=dict, compare=False)
-    """Loss by rounding, by parameter name.
+    layers: dict[int, MergeRoundingError] = field(default_factory=dict)
+    """Rounding error by layer; empty unless the merged model is MXFP4."""
+    tensors: dict[str, MergeRoundingError] = field(default_factory=dict)
+    """Rounding error by tensor name; empty unless the merged model is MXFP4."""
+    updates: dict[str, UpdateRoundingError] = field(default_factory=dict, compare=False)
+    """Rounding error by parameter name.
 
     Empty for adapters that were trained by this project, because the trainer rounds the same way.
     """
     warnings: list[str] = field(default_factory=list, compare=False)
     """Checks that were not possible."""
 
-    def add(self, layer: int, name: str, loss: MergeLoss) -> None:
-        """Add the loss of one more expert in the tensor ``name``."""
-        self.layers.setdefault(layer, MergeLoss()).add(loss)
-        self.tensors.setdefault(name, MergeLoss()).add(loss)
+    def add(self, layer: int, name: str, error: MergeRoundingError) -> None:
+        """Add the rounding error of one more expert in the tensor ``name``."""
+        self.layers.setdefault(layer, MergeRoundingError()).add(error)
+        self.tensors.setdefault(name, MergeRoundingError()).add(error)
 
-    def add_update(self, name: str, loss: UpdateLoss) -> None:
-        """Add the loss of one more adapter for the parameter ``name``."""
-        self.updates.setdefault(name, UpdateLoss()).add(loss)
+    def add_update(self, name: str, error: UpdateRoundingError) -> None:
+        """Add the rounding error of one more adapter for the parameter ``name``."""
+        self.updates.setdefault(name, UpdateRoundingError()).add(error)
 
     def __str__(self) -> str:
         lines = [f"warning: {warning}" for warning in self.warnings]
         lines += self._quantization_lines()
 
-        # Adapters of PEFT and unmerged experts have such losses: they were trained without rounding merged weights.
+        # Adapters of PEFT and unmerged experts have such errors, because they were trained without
+        # rounding merged weights.
         if self.updates:
-            total = UpdateLoss()
+            total = UpdateRoundingError()
             for update in self.updates.values():
                 total.add(update)
             worst = max(self.updates, key=lambda name: self.updates[name].relative)
@@ -232,14 +233,14 @@ class MergeReport:
     def _quantization_lines(self) -> list[str]:
         if not self.layers:
             return []
-        lines = [f"layer {layer}: {loss}" for layer, loss in self.layers.items()]
+        lines = [f"layer {layer}: {error}" for layer, error in self.layers.items()]
         # One bad tensor hardly changes the mean of its layer, so name the worst tensor.
         worst = max(self.tensors, key=lambda name: self.tensors[name].relative)
         lines.append(f"worst tensor: {worst}, {self.tensors[worst]}")
 
-        total = MergeLoss()
-        for loss in self.layers.values():
-            total.add(loss)
+        total = MergeRoundingError()
+        for error in self.layers.values():
+            total.add(error)
         lines.append(f"all experts: {total}")
         return lines
 

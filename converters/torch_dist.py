@@ -40,7 +40,7 @@ from converters.ordered_map import Progress, ordered_map
 from converters.page_cache import StreamedPages, read_window, write_window
 from converters.parameter_selection import ComparedParameters, select_parameters
 from converters.read_back import check_export, check_import, export_kind
-from converters.reports import Check, ExportReport, QuantizationLoss, ReadBackResult
+from converters.reports import Check, ExportReport, ReadBackResult, RoundingError
 from converters.torch_dist_files import Shape, TorchDistWriter
 from megatron_gptoss.checkpoint.checksums import write_checksums
 from megatron_gptoss.checkpoint.directory import MODEL_CONFIG_FILE
@@ -195,7 +195,7 @@ def export_checkpoint(
         check_progress: callback that receives the progress of the comparison.
 
     Returns:
-        Losses by quantization, and the result of the comparison.
+        Rounding errors, and the result of the comparison.
 
     Raises:
         ConversionError: naming the file, key or tensor.
@@ -283,8 +283,8 @@ class _Converted:
     mapping: ParameterMapping
     parts: dict[str, torch.Tensor]
     """Parts by stored name."""
-    loss: QuantizationLoss | None
-    """Loss of an expert's matrix by quantization; None for other parameters."""
+    error: RoundingError | None
+    """Rounding error of an expert's matrix; None for other parameters."""
 
 
 class _Exporter:
@@ -322,14 +322,14 @@ class _Exporter:
         }
 
     def converted(self, progress: Progress | None) -> Generator[NamedParts, None, None]:
-        """Yield every parameter's parts, in table order, and add losses to ``report``."""
+        """Yield every parameter's parts, in table order, and add rounding errors to ``report``."""
         results = ordered_map(
             self._convert, self._table, size=lambda mapping: mapping.bf16_bytes, progress=progress
         )
         with contextlib.closing(results):
             for result in results:
-                if result.loss is not None:
-                    self.report.add(result.mapping.hf_names[0], result.loss)
+                if result.error is not None:
+                    self.report.add(result.mapping.hf_names[0], result.error)
                 yield result.mapping, result.parts
 
     def note_written(self, stored_name: str, byte_range: FileRange) -> None:
@@ -371,12 +371,12 @@ class _Exporter:
 
         if self._dtype is None and mapping.expert is not None and is_expert_matrix(name):
             # Use the checkpoint's dtype, maybe fp32: the loss includes the rounding to bf16.
-            packed, loss = quantize(name, mapping.expert, parts[name], self._original)
+            packed, error = quantize(name, mapping.expert, parts[name], self._original)
             if self._original is not None and not self._selection.includes(mapping):
                 self._read.add(self._original.file_ranges(name, mapping.expert))
-            return _Converted(mapping, packed, loss)
+            return _Converted(mapping, packed, error)
 
         float_dtype = self._dtype or torch.bfloat16
         # Copy here, in parallel. Otherwise the only writing thread would copy.
         converted = {name: part.to(float_dtype).contiguous() for name, part in parts.items()}
-        return _Converted(mapping, converted, loss=None)
+        return _Converted(mapping, converted, error=None)

@@ -91,8 +91,8 @@ def convert_export(
             check=check,
             check_progress=checked,
         )
-    # Only MXFP4 exports have losses.
-    if report.losses:
+    # Only MXFP4 exports have rounding errors.
+    if report.errors:
         print(report)
     print(report.read_back)
     _warn_without_tokenizer(

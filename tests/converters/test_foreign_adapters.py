@@ -312,14 +312,14 @@ def test_adapter_that_names_another_base_is_reported(
 # -- reports ----------------------------------------------------------------------------------
 
 
-def test_report_of_a_merge_without_loss_is_text(trained: Path) -> None:
+def test_report_of_a_merge_without_rounding_error_is_text(trained: Path) -> None:
     assert str(MergeReport())
     report = merge_adapter(trained / "base", trained / "peft", trained / "out", "fp32")
     assert str(report) == "the merged weights equal the trainer's bit for bit"
 
 
 @pytest.mark.parametrize(("scale", "least", "most"), [(0.2, 0.0, 0.1), (2e-3, 0.3, 1.5)])
-def test_report_measures_bf16_loss_of_a_peft_update(
+def test_report_measures_bf16_error_of_a_peft_update(
     scale: float, least: float, most: float, base: Path, tmp_path: Path
 ) -> None:
     adapter = write_adapter(tmp_path / "adapter", TINY, ["q_proj", "o_proj"], scale=scale)

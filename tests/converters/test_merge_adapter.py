@@ -19,7 +19,7 @@ from converters.merge_adapter import merge_adapter
 from converters.model_weights import export_hf_weights
 from converters.names import hf_shapes
 from converters.peft_format import WEIGHTS_FILE, PeftDirectory
-from converters.reports import MergeLoss, MergeReport
+from converters.reports import MergeReport, MergeRoundingError
 from converters.safetensors_files import SafetensorsWriter
 from gptoss_kernels import mxfp4
 from megatron_gptoss.checkpoint.checksums import CHECKSUMS_FILE
@@ -62,7 +62,7 @@ def test_merged_weights_are_those_of_the_trainer(
             assert torch.equal(directory.get(name), tensor.to(torch_dtype(dtype))), name
 
 
-def test_merge_reports_the_loss_of_unmerged_experts(base: Path, tmp_path: Path) -> None:
+def test_merge_reports_the_rounding_error_of_unmerged_experts(base: Path, tmp_path: Path) -> None:
     """Checkpoint and PEFT's format give the same report. Attention was trained merged, and loses nothing."""
     adapter = ADAPTER.model_copy(update={"merge_experts": False})
     model = adapted_model(
@@ -79,7 +79,7 @@ def test_merge_reports_the_loss_of_unmerged_experts(base: Path, tmp_path: Path) 
     assert reports[0] == reports[1]
     assert all(".experts." in name for name in reports[0].updates)
     errors, updates = (
-        sum(getattr(loss, name) for loss in reports[0].updates.values())
+        sum(getattr(rounding, name) for rounding in reports[0].updates.values())
         for name in ("squared_error", "squared_update")
     )
     lost = (errors / updates) ** 0.5
@@ -106,7 +106,7 @@ def is_expert_matrix(name: str) -> bool:
     return name.endswith(("gate_up_proj", "down_proj"))
 
 
-def test_mxfp4_merge_quantizes_only_experts_and_reports_the_loss(
+def test_mxfp4_merge_quantizes_only_experts_and_reports_the_error(
     base: Path, tmp_path: Path
 ) -> None:
     adapter = save_adapter(tmp_path, ADAPTER.targets)
@@ -126,11 +126,11 @@ def test_mxfp4_merge_quantizes_only_experts_and_reports_the_loss(
         assert torch.equal(written, mxfp4.dequantize(*packed).mT), name
         error = written.double() - merged.double()
         update = merged.double() - original.get(name).double()
-        loss = report.tensors[name]
-        assert loss.values == error.numel()
-        assert loss.changed == error.count_nonzero()
-        assert loss.relative == pytest.approx(float(error.norm() / merged.double().norm()))
-        assert loss.relative_to_update == pytest.approx(float(error.norm() / update.norm()))
+        rounding = report.tensors[name]
+        assert rounding.values == error.numel()
+        assert rounding.changed == error.count_nonzero()
+        assert rounding.relative == pytest.approx(float(error.norm() / merged.double().norm()))
+        assert rounding.relative_to_update == pytest.approx(float(error.norm() / update.norm()))
         by_layer[int(name.split(".")[2])].append((error.flatten(), merged.double().flatten()))
 
     assert len(report.tensors) == 2 * MODEL.num_layers
@@ -145,7 +145,9 @@ def test_mxfp4_merge_quantizes_only_experts_and_reports_the_loss(
 def test_experts_without_an_update_keep_their_bytes(base: Path, tmp_path: Path) -> None:
     adapter = save_adapter(tmp_path, ("q", "head"))
     report = merge_adapter(base, adapter, tmp_path / "first", dtype="mxfp4")
-    assert all(loss.changed == 0 and loss.relative == 0 for loss in report.tensors.values())
+    assert all(
+        rounding.changed == 0 and rounding.relative == 0 for rounding in report.tensors.values()
+    )
 
     # All values of a block are 0.5. The quantizer would write code 4 with a smaller scale.
     name = "model.layers.1.mlp.experts.down_proj"
@@ -182,27 +184,27 @@ def test_merge_detects_a_wrong_codec(
 
 
 def test_merge_report_names_an_update_of_zero() -> None:
-    loss = MergeLoss(values=8, changed=2, squared_error=0.5, squared=2.0)
-    assert str(loss) == ("relative error 0.5, the update is 0, 25.0% of the values changed")
-    loss.squared_update = 0.125
-    assert ", 2 of the update, " in str(loss)
+    rounding = MergeRoundingError(values=8, changed=2, squared_error=0.5, squared=2.0)
+    assert str(rounding) == ("relative error 0.5, the update is 0, 25.0% of the values changed")
+    rounding.squared_update = 0.125
+    assert ", 2 of the update, " in str(rounding)
 
 
-def test_merge_detects_wrongly_reported_loss(
+def test_merge_detects_wrongly_reported_error(
     base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     adapter = save_adapter(tmp_path, ("experts",))
     add = MergeReport.add
     calls = []
 
-    def add_half(self: MergeReport, layer: int, name: str, loss: MergeLoss) -> None:
+    def add_half(self: MergeReport, layer: int, name: str, rounding: MergeRoundingError) -> None:
         calls.append(name)
         if len(calls) == 1:
-            loss = replace(loss, squared_error=loss.squared_error / 2)
-        add(self, layer, name, loss)
+            rounding = replace(rounding, squared_error=rounding.squared_error / 2)
+        add(self, layer, name, rounding)
 
     monkeypatch.setattr(MergeReport, "add", add_half)
-    with pytest.raises(ConversionError, match="two computations of the quantization loss differ"):
+    with pytest.raises(ConversionError, match="two computations of the rounding error differ"):
         merge_adapter(base, adapter, tmp_path / "mxfp4", dtype="mxfp4")
     assert not (tmp_path / "mxfp4").exists()
 

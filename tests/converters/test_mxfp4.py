@@ -97,7 +97,7 @@ def test_mxfp4_round_trip_is_byte_exact(
         tmp / "megatron", tmp / "back", "mxfp4", source, max_shard_bytes=40_000
     )
     same_bytes(tmp / "back", weights)
-    assert not any(loss.changed for loss in report.losses.values())
+    assert not any(error.changed for error in report.errors.values())
     export_checkpoint(tmp / "megatron", tmp / "bf16", "bf16")
     import_checkpoint(tmp / "bf16", tmp / "again")
     first, second = HfDirectory(source), MegatronCheckpoint(tmp / "again")
@@ -143,8 +143,10 @@ def test_only_the_changed_expert_loses_its_bytes_and_is_reported(
     save_file(weights, tmp_path / "bf16/model.safetensors")
     import_checkpoint(tmp_path / "bf16", tmp_path / "trained")
     report = export_checkpoint(tmp_path / "trained", tmp_path / "out", "mxfp4", quantized)
-    assert {name: loss.changed for name, loss in report.losses.items() if loss.changed} == {DOWN: 1}
-    assert 0 < report.losses[DOWN].relative < 0.3
+    assert {name: error.changed for name, error in report.errors.items() if error.changed} == {
+        DOWN: 1
+    }
+    assert 0 < report.errors[DOWN].relative < 0.3
     assert f"{DOWN}: 1 of 3 experts quantized" in str(report) and "11 of 12 expert matrices" in str(
         report
     )
@@ -157,8 +159,10 @@ def test_only_the_changed_expert_loses_its_bytes_and_is_reported(
     ] == [1, 0, 1]
 
 
-def test_export_reports_loss_of_change_too_small_for_bytes(tmp_path: Path, quantized: Path) -> None:
-    """A value that moved by one bf16 step rounds to its old code: equal bytes, but a loss."""
+def test_export_reports_error_of_change_too_small_for_bytes(
+    tmp_path: Path, quantized: Path
+) -> None:
+    """A value that moved by one bf16 step rounds to its old code: equal bytes, but an error."""
     import_checkpoint(quantized, tmp_path / "megatron")
     export_checkpoint(tmp_path / "megatron", tmp_path / "bf16", "bf16")
     weights = load_file(tmp_path / "bf16/model.safetensors")
@@ -173,8 +177,10 @@ def test_export_reports_loss_of_change_too_small_for_bytes(tmp_path: Path, quant
         tmp_path / "trained", tmp_path / "out", "mxfp4", quantized, check="all"
     )
     same_bytes(tmp_path / "out", load_file(quantized / "model.safetensors"))
-    assert {name: loss.changed for name, loss in report.losses.items() if loss.changed} == {DOWN: 1}
-    assert report.losses[DOWN].largest == abs(float(first_row[moved]) - before) > 0
+    assert {name: error.changed for name, error in report.errors.items() if error.changed} == {
+        DOWN: 1
+    }
+    assert report.errors[DOWN].largest == abs(float(first_row[moved]) - before) > 0
 
 
 def test_openai_names_give_the_same_checkpoint(tmp_path: Path, quantized: Path) -> None:

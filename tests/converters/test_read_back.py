@@ -281,20 +281,20 @@ def test_convert_command_fails_in_one_line(monkeypatch: Patch, conversion: Conve
     assert "read back and compared in" in result.output
 
 
-def test_a_report_that_claims_another_loss_is_rejected(tmp_path: Path, monkeypatch: Patch) -> None:
+def test_a_report_that_claims_another_error_is_rejected(tmp_path: Path, monkeypatch: Patch) -> None:
     trained = [(name, torch.randn(shape).bfloat16()) for name, shape in hf_shapes(MODEL).items()]
     write_hf_directory(tmp_path / "trained", MODEL, trained)
     import_checkpoint(tmp_path / "trained", tmp_path / "megatron")
     convert = torch_dist.quantize
 
     def claiming(name: str, *args: Any) -> Any:
-        packed, loss = convert(name, *args)
-        loss.squared_error *= 0.5
-        return packed, loss
+        packed, error = convert(name, *args)
+        error.squared_error *= 0.5
+        return packed, error
 
     monkeypatch.setattr(torch_dist, "quantize", claiming)
     with pytest.raises(
-        ConversionError, match=r"the quantization loss of model\.layers\.1\.mlp.* was reported as"
+        ConversionError, match=r"the rounding error of model\.layers\.1\.mlp.* was reported as"
     ):
         export_checkpoint(tmp_path / "megatron", tmp_path / "output", "mxfp4")
     assert not (tmp_path / "output").exists()
