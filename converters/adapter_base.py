@@ -51,11 +51,14 @@ def directory_digest(
     """
 
     def digest(mapping: ParameterMapping) -> torch.Tensor:
+        """Return the digest of one parameter."""
         return parameter_digest(mapping, mapping.to_megatron(*read_base(source, mapping, dtype)))
 
     # The digest is a sum, so threads may finish in any order.
-    table = list(parameter_mappings(source.config).values())
-    digests = ordered_map(digest, table, size=lambda mapping: mapping.bf16_bytes, progress=progress)
+    mappings = list(parameter_mappings(source.config).values())
+    digests = ordered_map(
+        digest, mappings, size=lambda mapping: mapping.bf16_bytes, progress=progress
+    )
     total = torch.zeros((), dtype=torch.int64)
     with contextlib.closing(digests):
         for value in digests:

@@ -54,6 +54,7 @@ def load_adapter(model: torch.nn.Module, config: ModelConfig, source: Adapters) 
 
 
 def _check_same_settings(model: torch.nn.Module, source: Adapters, config: ModelConfig) -> None:
+    """Raise ConversionError if model and source do not have the same adapters."""
     chunk: Any = model[0] if isinstance(model, torch.nn.ModuleList) else model
     if chunk.config.adapter is None:
         raise ConversionError(

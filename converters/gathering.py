@@ -282,6 +282,7 @@ class GatheredWeights(Iterator[NamedTensor]):
             self._exchange(step)
 
     def _received_parts(self) -> Iterator[NamedParts]:
+        """Yield the Hugging Face tensors of each parameter as they arrive."""
         for step in self._steps:
             mapping = step.mapping
             arrived = self._exchange(step)
@@ -437,5 +438,6 @@ class GatheredWeights(Iterator[NamedTensor]):
 
 
 def _shares_memory(tensor: torch.Tensor, buffer: torch.Tensor) -> bool:
+    """Return True if both tensors use the same memory."""
     # Views at any offset share the storage.
     return tensor.untyped_storage().data_ptr() == buffer.untyped_storage().data_ptr()

@@ -251,6 +251,7 @@ class GatheringPlanner:
         return messages
 
     def _is_quantized(self, mapping: ParameterMapping, mxfp4_experts: bool) -> bool:
+        """Return True if the parameter is sent as MXFP4."""
         if mxfp4_experts and any(mapping.name in rank.mxfp4_bases for rank in self._ranks):
             return True
         # Only ranks that hold the parameter know whether it is trained through MXFP4.
@@ -261,9 +262,11 @@ class GatheringPlanner:
     def _sent_dtype(
         self, mapping: ParameterMapping, is_quantized: bool, source: int
     ) -> torch.dtype:
+        """Return the dtype in which the source sends the parameter."""
         return torch.uint8 if is_quantized else self._ranks[source].dtypes[mapping.name]
 
     def _sent_shape(self, mapping: ParameterMapping, is_quantized: bool) -> Shape:
+        """Return the shape of one message, with scales if the parameter is MXFP4."""
         shape = mapping.local_shape(self._tensor_parallel)
         return shape_with_scales(shape) if is_quantized else shape
 

@@ -206,6 +206,7 @@ class HfDirectory:
         return LazyExpertStack(shape, read=lambda expert: self.get(name, expert))
 
     def _read(self, stored_name: str, stored: StoredTensor, expert: int | None) -> torch.Tensor:
+        """Read a stored tensor, or the slice of one expert."""
         start, stop = _rows(stored, expert)
         # Experts are rows of a stacked tensor, so one expert's slice is contiguous in the file.
         rows = self._file(stored_name).read(stored_name, start, stop)
@@ -214,9 +215,11 @@ class HfDirectory:
         return rows[0]
 
     def _file(self, stored_name: str) -> SafetensorsFile:
+        """Return the file of a stored tensor."""
         return self._files[self._file_of[stored_name]]
 
     def _entry(self, stored_name: str) -> TensorEntry:
+        """Return the header's entry of a stored tensor."""
         return self._file(stored_name).entries[stored_name]
 
     def _check_index(self) -> None:
@@ -291,6 +294,7 @@ class HfDirectory:
 
     @property
     def _is_openai(self) -> bool:
+        """True if the directory has OpenAI's format."""
         # OpenAI's format has another name for the embedding.
         return EMBEDDING not in self._file_of
 
@@ -320,6 +324,7 @@ class HfDirectory:
             self._check_entry(name, expected[name])
 
     def _check_entry(self, name: str, stored: StoredTensor) -> None:
+        """Raise ConversionError if shape or dtype of a stored tensor is wrong."""
         entry = self._entry(name)
         where = f"{self.path / self._file_of[name]}: tensor {name}"
         shape = stored.shapes[name]

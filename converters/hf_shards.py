@@ -66,6 +66,7 @@ class ShardWriter:
         return self._writer_for(tensor.nbytes).add(name, tensor)
 
     def _writer_for(self, tensor_bytes: int) -> SafetensorsWriter:
+        """Return the file that receives the next tensor. A full file is closed."""
         if self._writer is not None and self._writer.size + tensor_bytes > self._max_bytes:
             self._writer.close()
             self._writer = None

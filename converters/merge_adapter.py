@@ -172,7 +172,7 @@ class _Merger:
         self._adapters = adapters
         self._dtype = dtype
         self._is_quantized = quantized
-        self._table = list(parameter_mappings(source.config).values())
+        self._parameters = list(parameter_mappings(source.config).values())
         # An adapter may cover only some layers and kinds.
         self._mappings = {(mapping.layer, mapping.kind): mapping for mapping in adapters.mappings}
         self._digest = torch.zeros((), dtype=torch.int64)
@@ -251,8 +251,12 @@ class _Merger:
     def _results(
         self, report: MergeReport, progress: Progress | None
     ) -> Generator[_Merged, None, None]:
+        """Yield every parameter's merged parts, and add rounding errors to ``report``."""
         results = ordered_map(
-            self._merge, self._table, size=lambda mapping: mapping.bf16_bytes, progress=progress
+            self._merge,
+            self._parameters,
+            size=lambda mapping: mapping.bf16_bytes,
+            progress=progress,
         )
         with contextlib.closing(results):
             for merged in results:
@@ -264,6 +268,7 @@ class _Merger:
                 yield merged
 
     def _merge(self, mapping: ParameterMapping) -> _Merged:
+        """Merge all adapters of one parameter."""
         parts = read_base(self._source, mapping, self._dtype)
         # The digest is of the base as the trainer held it: merged QKV, in the trainer's dtype.
         base = mapping.to_megatron(*parts)
@@ -294,6 +299,7 @@ class _Merger:
         return _Merged(mapping, named_parts, digest, quantized=None, updates=updates)
 
     def _kinds(self, mapping: ParameterMapping) -> tuple[str, ...]:
+        """Return the kinds of adapters that the parameter may have."""
         for ending, kinds in KINDS.items():
             if mapping.name.endswith(ending):
                 return kinds

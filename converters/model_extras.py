@@ -131,6 +131,7 @@ def is_tokenizer_file(name: str) -> bool:
 
 
 def _read_file(path: Path) -> bytes:
+    """Return the content of a file. Raises ConversionError if it is damaged."""
     try:
         # Parse here, so that a truncated download fails now and not when the model is served.
         content = read_bytes(path, MAX_LISTING_BYTES)

@@ -72,6 +72,7 @@ def load_hf_weights(model: torch.nn.Module, config: ModelConfig, get_tensor: Get
 def _get_tensors(
     mapping: ParameterMapping, get_tensor: GetTensor
 ) -> dict[str, torch.Tensor | LazyExpertStack]:
+    """Return the parameter's tensors by name. Raises ConversionError if one is missing."""
     try:
         return {name: get_tensor(name) for name in mapping.hf_names}
     except KeyError as error:

@@ -40,6 +40,7 @@ def ordered_map[Item, Result](
     with ThreadPoolExecutor(threads, initializer=torch.set_num_threads, initargs=(1,)) as pool:
 
         def start_next() -> None:
+            """Start the call for the next item, if there is one."""
             for item in not_started:
                 pending.append(pool.submit(function, item))
                 return

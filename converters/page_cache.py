@@ -61,6 +61,7 @@ class StreamedPages:
                         self._drop(left_second)
 
     def _drop(self, pages: FileRange) -> None:
+        """Ask the kernel to drop cached pages."""
         descriptor = self._descriptors[pages.path]
         os.posix_fadvise(descriptor, pages.offset, pages.length, os.POSIX_FADV_DONTNEED)
 

@@ -211,6 +211,7 @@ def _places(model: ModelConfig) -> Iterator[tuple[str, int | None]]:
 def _mapping(
     model: ModelConfig, kind: str, layer: int | None, rank: int, scale: float
 ) -> AdapterMapping:
+    """Return the entry of an adapter."""
     hidden = model.hidden_size
     shapes = {
         "embedding": (model.vocab_size, hidden),
@@ -370,6 +371,7 @@ class PeftDirectory:
         return config
 
     def _one_rank(self, mappings: list[AdapterMapping], which: str, advice: str) -> int | None:
+        """Return the only rank of the adapters, None without any. Raises ConversionError."""
         ranks = sorted({mapping.rank for mapping in mappings})
         if len(ranks) > 1:
             raise ConversionError(

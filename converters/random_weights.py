@@ -28,6 +28,7 @@ def random_hf_weights(config: ModelConfig, seed: int) -> Callable[[str], torch.T
     shapes = hf_shapes(config)
 
     def draw(name: str) -> torch.Tensor:
+        """Return a random tensor."""
         shape = shapes[name]
         if "norm" in name:
             return torch.ones(shape)

@@ -30,6 +30,7 @@ from pathlib import Path
 import torch
 
 from converters.bits import TensorRange, as_bytes, same_bits, same_in_files
+from converters.compared_parameters import ComparedParameters, remember_layer
 from converters.errors import ConversionError
 from converters.hf_directory import HfDirectory
 from converters.hf_layouts import is_expert_matrix
@@ -39,7 +40,6 @@ from converters.mxfp4_export import quantize
 from converters.mxfp4_tensors import stored_names
 from converters.names import parameter_mappings
 from converters.ordered_map import Progress, ordered_map
-from converters.parameter_selection import ComparedParameters, remember_layer
 from converters.reference.mxfp4 import defined_values, nearest, some_rows
 from converters.reports import ExportReport, ReadBackResult, RoundingError
 from megatron_gptoss.config import ModelConfig
@@ -53,7 +53,7 @@ def check_import(
     hf_dir: Path,
     partial: Path,
     dtype: torch.dtype | None,
-    selection: ComparedParameters,
+    compared: ComparedParameters,
     progress: Progress | None = None,
 ) -> ReadBackResult:
     """Compare an unfinished torch_dist checkpoint with the directory it was imported from.
@@ -62,19 +62,19 @@ def check_import(
         hf_dir: source directory.
         partial: checkpoint that does not have its final name yet.
         dtype: dtype to which weights were converted; None if each kept its own.
-        selection: parameters to compare.
+        compared: parameters to compare.
         progress: callback that receives the progress.
 
     Raises:
         ConversionError: naming tensor, expert and file of a difference.
     """
-    comparison = _ImportComparison(hf_dir, partial, dtype, from_disk=selection.check == "all")
-    return _compare_selected(
+    comparison = _ImportComparison(hf_dir, partial, dtype, from_disk=compared.check == "all")
+    return _compare_parameters(
         comparison.compare,
         kind="import",
         config=comparison.source.config,
         partial=partial,
-        selection=selection,
+        compared=compared,
         progress=progress,
     )
 
@@ -103,6 +103,7 @@ class _ImportComparison:
         self._written.check_chunk_ranges()
 
     def compare(self, mapping: ParameterMapping) -> None:
+        """Compare one parameter with the source. Raises ConversionError if it differs."""
         # The embedding and the output layer hold most non-expert values. Compare their files,
         # without loading them as tensors.
         if mapping.is_unchanged and self._dtype is None:
@@ -119,6 +120,7 @@ class _ImportComparison:
             self._compare_part(name, part, where)
 
     def _compare_part(self, name: str, part: torch.Tensor, where: "_Location") -> None:
+        """Compare a written tensor, or one expert's slice of it, with the source."""
         expert = where.mapping.expert
 
         # One thread at a time, so that a codec fault caused by concurrency affects only writing.
@@ -146,7 +148,7 @@ def check_export(
     dtype: torch.dtype | None,
     reference: Path | None,
     report: ExportReport,
-    selection: ComparedParameters,
+    compared: ComparedParameters,
     progress: Progress | None = None,
 ) -> ReadBackResult:
     """Compare an unfinished Hugging Face directory with the checkpoint it was exported from.
@@ -157,26 +159,27 @@ def check_export(
         dtype: dtype of the weights; None for MXFP4 experts and bf16 otherwise.
         reference: directory whose MXFP4 scales were reused where they fit; None for new scales.
         report: rounding errors reported by the export. They are computed again and compared.
-        selection: parameters to compare.
+        compared: parameters to compare.
         progress: callback that receives the progress.
 
     Raises:
         ConversionError: naming tensor, expert and file of a difference.
     """
-    from_disk = selection.check == "all"
+    from_disk = compared.check == "all"
     comparison = _ExportComparison(megatron_dir, partial, dtype, reference, from_disk)
     recomputed = ExportReport()
 
     def add_error(mapping: ParameterMapping, error: RoundingError | None) -> None:
+        """Add the rounding error of one expert."""
         if error is not None:
             recomputed.add(mapping.hf_names[0], error)
 
-    result = _compare_selected(
+    result = _compare_parameters(
         comparison.compare,
         kind=export_kind(dtype),
         config=comparison.source.config,
         partial=partial,
-        selection=selection,
+        compared=compared,
         use=add_error,
         progress=progress,
     )
@@ -192,7 +195,11 @@ def check_export(
 
 
 def export_kind(dtype: torch.dtype | None) -> str:
-    """Return the name under which ``parameter_selection`` stores exports to ``dtype`` (None: MXFP4)."""
+    """Return the kind of an export for ``compared_parameters``.
+
+    Args:
+        dtype: dtype of the weights; None for MXFP4 experts.
+    """
     if dtype is None:
         return "export_mxfp4"
     return f"export_{dtype}".replace("torch.", "")
@@ -221,6 +228,10 @@ class _ExportComparison:
         self._codec = threading.Lock()
 
     def compare(self, mapping: ParameterMapping) -> RoundingError | None:
+        """Compare one parameter with the source. Raises ConversionError if it differs.
+
+        Returns the rounding error of an MXFP4 expert, None for other parameters.
+        """
         name = mapping.hf_names[0]
         # Compare the bytes of large unchanged tensors in the files, without loading them.
         if mapping.is_unchanged:
@@ -243,6 +254,7 @@ class _ExportComparison:
     def _compare_floats(
         self, mapping: ParameterMapping, expected: torch.Tensor, where: "_Location"
     ) -> None:
+        """Compare a parameter that is not MXFP4 with its expected Megatron tensor."""
         with where.named_in_errors():
             parts = {name: self._written.get(name, mapping.expert) for name in mapping.hf_names}
         # Merge the written parts: the export split them, and splitting again would hide a mistake.
@@ -293,25 +305,26 @@ class _ExportComparison:
 def check_weights(
     weights: Mapping[str, torch.Tensor],
     partial: Path,
-    selection: ComparedParameters,
+    compared: ComparedParameters,
     progress: Progress | None = None,
 ) -> ReadBackResult:
     """Compare an unfinished Hugging Face directory with the weights it was written from.
 
     Args:
-        weights: tensors [written_shapes] by stored name, at least the selected ones. Experts that
+        weights: tensors [written_shapes] by stored name, at least those in ``compared``. Experts that
             were written as MXFP4 are given as blocks and scales.
         partial: directory that does not have its final name yet.
-        selection: parameters to compare.
+        compared: parameters to compare.
         progress: callback that receives the progress.
 
     Raises:
         ConversionError: naming tensor, expert and file of a difference.
     """
     # HfDirectory compares names, shapes and dtypes with config.json.
-    written = HfDirectory(partial, unfinished=True, from_disk=selection.check == "all")
+    written = HfDirectory(partial, unfinished=True, from_disk=compared.check == "all")
 
     def compare(mapping: ParameterMapping) -> None:
+        """Compare one parameter with the weights in memory."""
         for name in mapping.hf_names:
             where = _Location(mapping, final_name(partial), written.find_file(name))
             with where.named_in_errors():
@@ -323,12 +336,12 @@ def check_weights(
                     expected = expected[mapping.expert]
                 where.require_same(stored_name, part, expected)
 
-    return _compare_selected(
+    return _compare_parameters(
         compare,
         kind="weights",
         config=written.config,
         partial=partial,
-        selection=selection,
+        compared=compared,
         progress=progress,
     )
 
@@ -344,60 +357,60 @@ def _stored_parts(written: HfDirectory, name: str, expert: int | None) -> dict[s
 # -- comparing ---------------------------------------------------------------------------------
 
 
-def _compare_selected[Result](
+def _compare_parameters[Result](
     compare: Callable[[ParameterMapping], Result],
     *,
     kind: str,
     config: ModelConfig,
     partial: Path,
-    selection: ComparedParameters,
+    compared: ComparedParameters,
     use: Callable[[ParameterMapping, Result], None] = lambda mapping, result: None,
     progress: Progress | None,
 ) -> ReadBackResult:
-    """Call ``compare`` for all selected parameters, on all cores.
+    """Call ``compare`` for all ``compared`` parameters, on all cores.
 
     On return, ``partial`` is synced to the disk.
 
     Args:
         compare: compares one parameter and raises ConversionError if it differs.
-        kind: kind of conversion, for ``parameter_selection.remember_layer``.
+        kind: kind of conversion, for ``compared_parameters.remember_layer``.
         config: model configuration.
         partial: directory that does not have its final name yet.
-        selection: parameters to compare.
+        compared: parameters to compare.
         use: receives each result, in the order of the name table.
         progress: callback that receives the progress.
     """
-    table = list(parameter_mappings(config).values())
-    selected = [mapping for mapping in table if selection.includes(mapping)]
+    mappings = list(parameter_mappings(config).values())
+    chosen = [mapping for mapping in mappings if compared.includes(mapping)]
 
     with torch.no_grad(), directory_syncing(partial) as wait_for_sync:
         # The kernel does not drop dirty pages. Sync first, so that reads come from the disk.
-        if selection.check == "all":
+        if compared.check == "all":
             wait_for_sync()
 
         began = time.perf_counter()
         results = ordered_map(
-            compare, selected, size=lambda mapping: mapping.bf16_bytes, progress=progress
+            compare, chosen, size=lambda mapping: mapping.bf16_bytes, progress=progress
         )
         # closing() ends the threads at the first difference, which raises from this loop.
         with contextlib.closing(results):
-            for mapping, result in zip(selected, results, strict=True):
+            for mapping, result in zip(chosen, results, strict=True):
                 use(mapping, result)
         ended = time.perf_counter()
         synced = wait_for_sync()
 
     # Remember the layer after success only, so that a wrong layer is compared again next time.
-    if selection.layer is not None:
-        remember_layer(kind, config, selection.layer)
+    if compared.layer is not None:
+        remember_layer(kind, config, compared.layer)
 
     # The sync takes its time without the comparison, too. Count only the time beyond it.
     waited_for_disk = min(max(0.0, synced - began), ended - began)
     return ReadBackResult(
-        check=selection.check,
-        layer=selection.layer,
+        check=compared.check,
+        layer=compared.layer,
         layers=config.num_layers,
-        compared=sum(math.prod(mapping.shape) for mapping in selected),
-        parameters=sum(math.prod(mapping.shape) for mapping in table),
+        compared=sum(math.prod(mapping.shape) for mapping in chosen),
+        parameters=sum(math.prod(mapping.shape) for mapping in mappings),
         seconds=ended - began,
         added_seconds=ended - began - waited_for_disk,
     )
@@ -430,6 +443,7 @@ class _Location:
         return self._describe(", ".join(self.mapping.hf_names))
 
     def _describe(self, name: str) -> str:
+        """Return file and name of a tensor, for messages."""
         text = f"{self.directory / self.file}: tensor {name}"
         if self.mapping.expert is not None:
             text += f", expert {self.mapping.expert}"

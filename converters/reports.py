@@ -37,7 +37,7 @@ class ReadBackResult:
         if self.layer is None:
             what = f"all {self.parameters:,} parameters"
         else:
-            # As in ``parameter_selection.next_layer``.
+            # As in ``compared_parameters.next_layer``.
             next_layer = (self.layer + 1) % self.layers
             what = (
                 f"{self.compared:,} of {self.parameters:,} parameters: all outside of experts, and "
@@ -231,6 +231,7 @@ class MergeReport:
         return "\n".join(lines)
 
     def _quantization_lines(self) -> list[str]:
+        """Return the lines on MXFP4 experts: each layer, the worst tensor, all experts."""
         if not self.layers:
             return []
         lines = [f"layer {layer}: {error}" for layer, error in self.layers.items()]

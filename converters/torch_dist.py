@@ -10,6 +10,12 @@ Transformer Engine layers for every layer specification:
   MLP ``decoder.layers.mlp.linear_fc1.layer_norm_weight``.
 
 The CPU layer specification maps its names to these keys.
+
+Before a conversion appears under its final name, a part of its parameters is read back and compared
+with the source (``read_back``). ``ComparedParameters`` lists them before anything is written. While
+a conversion runs, it drops the pages of all other parameters from the page cache (``page_cache``).
+Otherwise, a conversion larger than the memory would evict the pages of the compared parameters, and
+the comparison would read them from the disk.
 """
 
 import contextlib
@@ -22,6 +28,7 @@ from typing import Literal, Self
 import torch
 
 from converters.bits import FileRange
+from converters.compared_parameters import ComparedParameters, choose_compared_parameters
 from converters.errors import ConversionError
 from converters.families.registry import get_family_tensors
 from converters.hf_directory import (
@@ -38,7 +45,6 @@ from converters.mxfp4_export import quantize
 from converters.names import parameter_mappings, stack_experts
 from converters.ordered_map import Progress, ordered_map
 from converters.page_cache import StreamedPages, read_window, write_window
-from converters.parameter_selection import ComparedParameters, select_parameters
 from converters.read_back import check_export, check_import, export_kind
 from converters.reports import Check, ExportReport, ReadBackResult, RoundingError
 from converters.torch_dist_files import Shape, TorchDistWriter
@@ -82,12 +88,12 @@ def import_checkpoint(
     # Read and check all settings before the first byte is written.
     source = HfDirectory(hf_dir)
     extras = read_extras(hf_dir)
-    selection = select_parameters("import", source.config, check)
+    compared = choose_compared_parameters("import", source.config, check)
     converted_dtype = None if dtype is None else torch_dtype(dtype)
 
     with new_directory(Path(megatron_dir)) as partial:
         with TorchDistWriter(partial) as writer:
-            _write_parameters(source, writer, converted_dtype, selection, progress)
+            _write_parameters(source, writer, converted_dtype, compared, progress)
             for key, shape, index in _empty_entries(source.config):
                 writer.add_object(key, shape, index, None)
             # A trainer that starts from an import begins at iteration 0.
@@ -98,7 +104,7 @@ def import_checkpoint(
         write_checksums(partial, writer.checksum())
         copy_extras(extras, Path(hf_dir), partial / EXTRAS_FOLDER)
         # Before the directory gets its final name: a wrong checkpoint must not become visible.
-        result = check_import(hf_dir, partial, converted_dtype, selection, check_progress)
+        result = check_import(hf_dir, partial, converted_dtype, compared, check_progress)
     return result
 
 
@@ -106,13 +112,15 @@ def _write_parameters(
     source: HfDirectory,
     writer: TorchDistWriter,
     dtype: torch.dtype | None,
-    selection: ComparedParameters,
+    compared: ComparedParameters,
     progress: Progress | None,
 ) -> None:
-    table = list(parameter_mappings(source.config).values())
+    """Convert all parameters on all cores, and write them in the order of the name table."""
+    mappings = list(parameter_mappings(source.config).values())
     leading_shape = (source.config.num_layers, source.config.num_experts)
 
     def written_bytes(mapping: ParameterMapping) -> int:
+        """Return the bytes of a parameter in the checkpoint."""
         # Progress counts written bytes, which differ from the read bytes of MXFP4.
         written_dtype = dtype or source.dtype(mapping.hf_names[0])
         return math.prod(mapping.shape) * written_dtype.itemsize
@@ -120,9 +128,11 @@ def _write_parameters(
     with StreamedPages(read_window()) as read, StreamedPages(write_window()) as written:
 
         def convert(mapping: ParameterMapping) -> torch.Tensor:
+            """Return the Megatron tensor of a parameter."""
             parts = [source.get(name, mapping.expert) for name in mapping.hf_names]
-            # Pages that are not read back would evict the sample from the page cache.
-            if not selection.includes(mapping):
+            # Drop the pages of tensors that the comparison will not read. Otherwise they would evict
+            # the pages that it will read.
+            if not compared.includes(mapping):
                 for name in mapping.hf_names:
                     read.add(source.file_ranges(name, mapping.expert))
             tensor = mapping.to_megatron(*parts)
@@ -131,22 +141,23 @@ def _write_parameters(
             # Copy here, in parallel. The only writing thread would copy otherwise.
             return tensor.contiguous()
 
-        tensors = ordered_map(convert, table, size=written_bytes, progress=progress)
+        tensors = ordered_map(convert, mappings, size=written_bytes, progress=progress)
         # closing() stops the threads if writing fails, for example on a full disk.
         with contextlib.closing(tensors):
-            for mapping, tensor in zip(table, tensors, strict=True):
+            for mapping, tensor in zip(mappings, tensors, strict=True):
                 index = mapping.checkpoint_index
                 byte_range = writer.add_tensor(
                     mapping.checkpoint_key, leading_shape[: len(index)], index, tensor
                 )
-                if not selection.includes(mapping):
+                if not compared.includes(mapping):
                     written.add([byte_range])
 
 
 def _empty_entries(config: ModelConfig) -> Iterator[tuple[str, Shape, Shape]]:
     """Yield (key, shape, index) of ``_extra_state`` of linear and norm modules.
 
-    The entries could hold fp8 scales.
+    Megatron stores fp8 scales in these entries. Our checkpoints have no scales, but Megatron
+    requires the entries.
     """
     layers = config.num_layers
     experts = config.num_experts
@@ -187,8 +198,8 @@ def export_checkpoint(
         dtype: dtype of the weights. With "mxfp4", expert matrices are MXFP4 and the rest is bf16.
         reference: Hugging Face directory from which tokenizer, chat templates, token ids and
             generation settings are copied. By default, those of the model from which the checkpoint
-            was imported. With "mxfp4", its scales are kept where they still fit, unless the experts
-            were trained through MXFP4, which defines their bytes.
+            was imported. With "mxfp4", blocks keep the reference's scales if the trained values
+            still fit them. Experts that were trained in MXFP4 are written exactly as trained.
         max_shard_bytes: maximum size of a file.
         progress: callback that receives the progress of writing.
         check: scope of the comparison after writing (``read_back``).
@@ -207,12 +218,12 @@ def export_checkpoint(
 
     settings = _read_reference(reference, checkpoint, quantized)
 
-    # Choose the layer to compare before writing, so that its pages can stay cached.
+    # Choose the parameters to compare before writing, so that their pages can stay cached.
     float_dtype = None if quantized else torch_dtype(dtype)
-    selection = select_parameters(export_kind(float_dtype), checkpoint.config, check)
+    compared = choose_compared_parameters(export_kind(float_dtype), checkpoint.config, check)
     with (
-        _Exporter(checkpoint, settings.original, float_dtype, selection) as exporter,
-        contextlib.closing(exporter.converted(progress)) as parts,
+        _Exporter(checkpoint, settings.original, float_dtype, compared) as exporter,
+        contextlib.closing(exporter.convert_all(progress)) as parts,
     ):
         write_hf_directory(
             hf_dir,
@@ -221,7 +232,7 @@ def export_checkpoint(
             extras=settings.extras,
             max_shard_bytes=max_shard_bytes,
             quantized=quantized,
-            on_written=exporter.note_written,
+            on_written=exporter.release_unless_compared,
             check=lambda partial: exporter.read_back(partial, check_progress),
         )
     return exporter.report
@@ -251,6 +262,11 @@ class _Reference:
 def _read_reference(
     path: Path | None, checkpoint: MegatronCheckpoint, quantized: bool
 ) -> _Reference:
+    """Return the extras, and the model whose MXFP4 scales are kept.
+
+    Without ``path``, the extras are those of the model from which the checkpoint was imported.
+    Raises ConversionError if the reference is of another model.
+    """
     if path is None:
         imported = checkpoint.path / EXTRAS_FOLDER
         # An import keeps the extras of its source in this folder.
@@ -295,7 +311,7 @@ class _Exporter:
         checkpoint: MegatronCheckpoint,
         original: HfDirectory | None,
         dtype: torch.dtype | None,
-        selection: ComparedParameters,
+        compared: ComparedParameters,
     ) -> None:
         """Create an exporter.
 
@@ -303,28 +319,34 @@ class _Exporter:
             checkpoint: source.
             original: model whose scales are kept; None for new scales.
             dtype: dtype of all weights; None for MXFP4 experts and bf16 otherwise.
-            selection: parameters that are compared at the end, whose pages stay cached.
+            compared: parameters that are compared at the end, whose pages stay cached.
         """
         self.report = ExportReport()
         self._checkpoint = checkpoint
         self._original = original
         self._dtype = dtype
-        self._selection = selection
+        self._compared = compared
         self._read = StreamedPages(read_window())
         self._written = StreamedPages(write_window())
-        self._table = list(parameter_mappings(checkpoint.config).values())
-        # Files are written tensor by tensor, each with all experts of a layer.
-        self._names_to_read_back = {
+        self._mappings = list(parameter_mappings(checkpoint.config).values())
+        # A written tensor has all experts of a layer, so its pages are kept if one expert is compared.
+        self._compared_names = {
             name
-            for mapping in self._table
-            if selection.includes(mapping)
+            for mapping in self._mappings
+            if compared.includes(mapping)
             for name in mapping.hf_names
         }
 
-    def converted(self, progress: Progress | None) -> Generator[NamedParts, None, None]:
-        """Yield every parameter's parts, in table order, and add rounding errors to ``report``."""
+    def convert_all(self, progress: Progress | None) -> Generator[NamedParts, None, None]:
+        """Yield every parameter's parts, in the order of the name table.
+
+        Rounding errors are added to ``report``.
+        """
         results = ordered_map(
-            self._convert, self._table, size=lambda mapping: mapping.bf16_bytes, progress=progress
+            self._convert,
+            self._mappings,
+            size=lambda mapping: mapping.bf16_bytes,
+            progress=progress,
         )
         with contextlib.closing(results):
             for result in results:
@@ -332,11 +354,11 @@ class _Exporter:
                     self.report.add(result.mapping.hf_names[0], result.error)
                 yield result.mapping, result.parts
 
-    def note_written(self, stored_name: str, byte_range: FileRange) -> None:
+    def release_unless_compared(self, stored_name: str, byte_range: FileRange) -> None:
         """Release the cached pages of a written tensor unless it will be read back."""
-        # Selections know Hugging Face's names only.
+        # ``ComparedParameters`` has no stored names of MXFP4, so derive the name of the parameter.
         name = stored_name.removesuffix("_blocks").removesuffix("_scales")
-        if name not in self._names_to_read_back:
+        if name not in self._compared_names:
             self._written.add([byte_range])
 
     def read_back(self, partial: Path, progress: Progress | None) -> None:
@@ -352,7 +374,7 @@ class _Exporter:
             dtype=self._dtype,
             reference=None if self._original is None else self._original.path,
             report=self.report,
-            selection=self._selection,
+            compared=self._compared,
             progress=progress,
         )
 
@@ -364,15 +386,17 @@ class _Exporter:
         self._written.close()
 
     def _convert(self, mapping: ParameterMapping) -> _Converted:
+        """Return the stored parts of a parameter, and the rounding error of an MXFP4 expert."""
         parts = mapping.named_parts(self._checkpoint.parameter(mapping))
         name = mapping.hf_names[0]
-        if not self._selection.includes(mapping):
+        if not self._compared.includes(mapping):
             self._read.add(self._checkpoint.file_ranges(mapping))
 
         if self._dtype is None and mapping.expert is not None and is_expert_matrix(name):
-            # Use the checkpoint's dtype, maybe fp32: the loss includes the rounding to bf16.
+            # The parts are not converted to bf16 first, so that the reported error includes that
+            # rounding.
             packed, error = quantize(name, mapping.expert, parts[name], self._original)
-            if self._original is not None and not self._selection.includes(mapping):
+            if self._original is not None and not self._compared.includes(mapping):
                 self._read.add(self._original.file_ranges(name, mapping.expert))
             return _Converted(mapping, packed, error)
 

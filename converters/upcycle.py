@@ -423,10 +423,12 @@ def measure(
     )
 
     def report_pass(number: int, share: float) -> None:
+        """Report the progress of a pass."""
         if progress is not None:
             progress(int((number + share) * model_bytes), passes * model_bytes)
 
     def reference[T: DenseEquations](kind: type[T]) -> T:
+        """Return a model of this class with the dense weights."""
         return kind(dense, HuggingFaceDense(dense, source.get))
 
     # Three passes, each with one more difference to the dense model, so that the report can tell

@@ -118,7 +118,10 @@ def verify(hf_dir: Path, megatron_dir: Path, progress: Progress | None = None) -
 def _compare_tensors(
     source: HfDirectory, checkpoint: MegatronCheckpoint, progress: Progress | None
 ) -> list[TensorDifference]:
+    """Compare all parameters, and return the tensors that differ."""
+
     def compare(mapping: ParameterMapping) -> list[TensorDifference]:
+        """Return the difference of each of the parameter's tensors."""
         parts = mapping.named_parts(checkpoint.parameter(mapping))
         for name, part in parts.items():
             # NaN would be equal on both sides and give no useful output.
@@ -128,9 +131,9 @@ def _compare_tensors(
             for name, part in parts.items()
         ]
 
-    table = list(parameter_mappings(source.config).values())
+    mappings = list(parameter_mappings(source.config).values())
     results = ordered_map(
-        compare, table, size=lambda mapping: mapping.bf16_bytes, progress=progress
+        compare, mappings, size=lambda mapping: mapping.bf16_bytes, progress=progress
     )
     by_name: dict[str, TensorDifference] = {}
     with contextlib.closing(results):
@@ -153,6 +156,7 @@ def _add_difference(by_name: dict[str, TensorDifference], difference: TensorDiff
 
 
 def _difference(name: str, expected: torch.Tensor, actual: torch.Tensor) -> TensorDifference:
+    """Compare two tensors bit by bit, as fp32."""
     # Pieces of different shapes would pair unrelated elements.
     if expected.shape != actual.shape:
         raise ConversionError(

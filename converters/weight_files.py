@@ -89,6 +89,7 @@ def weight_files(directory: Path, weight_map: dict[str, str] | None) -> list[str
 
 
 def _holds_weights(name: str) -> bool:
+    """Return True if a file of this name would be loaded as weights."""
     # The directory's own index.
     if name == INDEX_FILE:
         return False
@@ -99,5 +100,6 @@ def _holds_weights(name: str) -> bool:
 
 
 def _exists(path: Path) -> bool:
+    """Return True if there is a file, or a link to a missing file."""
     # A dangling link counts as present: reading it then fails, because the directory is damaged.
     return path.exists() or path.is_symlink()

@@ -1,9 +1,9 @@
 """Gathering of the distributed optimizer's state on the ranks that write a checkpoint.
 
 The distributed optimizer splits the state over data-parallel ranks. A checkpoint contains the
-whole state of each parameter ("fully_reshardable"), so that another layout can load it, if both or
-neither have expert or tensor parallelism. The first rank of a data-parallel group writes the state.
-The other ranks are replicas, for which Megatron needs only shapes.
+whole state of each parameter ("fully_reshardable"), so that other layouts can load it, if both or
+neither have expert or tensor parallelism. The first rank of a data-parallel group writes the state
+of the group. The other ranks are replicas, for which Megatron needs only shapes.
 
 megatron-core 0.19.2 gathers each buffer on all ranks, at 12 bytes per parameter, and copies the
 written part again. This module gathers on the writing ranks only, one tensor at a time.
@@ -42,11 +42,12 @@ def separate_tensors(state: dict[str, Any]) -> None:
     Raises:
         RuntimeError: this rank must write a tensor that it has not gathered. The message names it.
     """
-    # A checkpoint stores gate and up projection as two tensors, which are one parameter. Before
-    # writing, Megatron clones every host tensor that is a view of another one, all at the same
-    # time. Most of the state would exist twice. Cloning here holds one extra parameter at a time.
+    # A checkpoint stores the gate and up projections of one parameter as two tensors, which are
+    # views. Before writing, Megatron would clone all views at the same time, so most of the state
+    # would exist twice. Cloning here holds one extra parameter at a time.
 
     def separate(value: Any) -> Any:
+        """Return the tensors of a factory as copies, and other values unchanged."""
         if not isinstance(value, ShardedTensorFactory):
             return value
 

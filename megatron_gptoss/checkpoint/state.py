@@ -29,8 +29,9 @@ def sharding_metadata() -> dict[str, Any]:
     """Return the options of sharded state dicts, which decide the names of saved tensors."""
     return {
         # "fully_reshardable" saves the state of a parameter under the parameter's name, so that
-        # another layout finds it. The prefix of chained optimizers would add the number of the
-        # optimizer to the name, but experts have a separate optimizer in some layouts only.
+        # other layouts find it. The prefix of chained optimizers would add the number of the
+        # optimizer to the name. Numbers differ between layouts, because experts have a separate
+        # optimizer in some layouts only.
         "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
         "chained_optim_avoid_prefix": True,
         "distrib_optim_sharding_type": "fully_reshardable",
@@ -146,16 +147,16 @@ def _check_settings(path: Path, saved: dict[str, Any], model: torch.nn.Module) -
 def trainer_state(trainer: PolicyTrainer, is_loading: bool) -> dict[str, Any]:
     """Return the sharded state of model and optimizer.
 
-    The result lacks the optimizer if it has not taken a step.
+    Before the first optimizer step, the result has only the model.
 
     Args:
         trainer: trainer to save or to restore.
-        is_loading: whether the state is for loading. Then the parameters' state in a distributed
-            optimizer has no memory. Otherwise it is gathered, which is collective.
+        is_loading: True for loading: the tensors of a distributed optimizer's state are on the meta
+            device. False for saving: the state is gathered, which is collective.
     """
     model = model_state(trainer.module)
-    # Before its first step the optimizer has no state. A checkpoint can be saved then: while only
-    # the critic learns, or if all tokens so far were masked.
+    # The optimizer has no state before its first step. A checkpoint may be saved before that step:
+    # while only the critic learns, or if all tokens so far were masked.
     if not trainer.updated:
         return {"model": model}
 
@@ -181,6 +182,7 @@ def trainer_state(trainer: PolicyTrainer, is_loading: bool) -> dict[str, Any]:
 
 def has_expert_optimizer(trainer: PolicyTrainer) -> bool:
     """Return True if Megatron has a separate optimizer for the experts."""
-    # It has one with expert or tensor parallelism, and marks parameters of experts then.
+    # Megatron creates one if expert or tensor parallelism is above 1. Parameters of experts then
+    # have ``allreduce=False``.
     trained = [parameter for parameter in trainer.module.parameters() if parameter.requires_grad]
     return any(not getattr(parameter, "allreduce", True) for parameter in trained)

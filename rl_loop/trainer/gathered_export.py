@@ -6,13 +6,13 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from converters.compared_parameters import ComparedParameters, choose_compared_parameters
 from converters.errors import ConversionError
 from converters.gathering import WeightGathering
 from converters.hf_directory import HfDirectory, write_hf_directory
 from converters.mapping import NamedTensor
 from converters.mxfp4_tensors import Digests, directory_digests, first_difference, stored_names
 from converters.names import parameter_mappings
-from converters.parameter_selection import ComparedParameters, select_parameters
 from converters.read_back import check_weights
 from megatron_gptoss.config import ModelConfig
 from rl_loop.trainer.weight_export import WeightExport
@@ -57,20 +57,20 @@ def write_export(export: WeightExport, model: ModelConfig, weights: Iterable[Nam
             file differs from the written weights. The message names the tensor or file, and the
             directory is unchanged.
     """
-    selection = select_parameters("weights", model, "sample")
-    compared = _list_names(model, selection)
+    compared = choose_compared_parameters("weights", model, "sample")
+    compared_names = _list_names(model, compared)
     kept: dict[str, torch.Tensor] = {}
 
     # Called before the directory gets its final name, so a wrong export never appears.
     def check(partial: Path) -> None:
-        check_weights(kept, partial, selection)
+        check_weights(kept, partial, compared)
         check_mxfp4_experts(export.directory, partial, export.mxfp4_digests)
 
     def host_copies() -> Iterator[NamedTensor]:
         for name, tensor in weights:
             # The gathering may reuse a tensor's memory for the next tensor.
             on_host = tensor.detach().cpu()
-            if name in compared:
+            if name in compared_names:
                 kept[name] = on_host.clone()
             yield name, on_host
             del tensor, on_host  # They would otherwise exist while the next tensor is gathered.
@@ -114,11 +114,11 @@ def check_mxfp4_experts(
             )
 
 
-def _list_names(model: ModelConfig, selection: ComparedParameters) -> set[str]:
-    """Return the names of a selection's tensors, in bf16 and in MXFP4."""
+def _list_names(model: ModelConfig, compared: ComparedParameters) -> set[str]:
+    """Return the stored names of the compared tensors, in bf16 and in MXFP4."""
     names = set()
     for mapping in parameter_mappings(model).values():
-        if selection.includes(mapping):
+        if compared.includes(mapping):
             for name in mapping.hf_names:
                 # Experts have other names in MXFP4.
                 names |= {name, *stored_names(name)}

@@ -55,7 +55,7 @@ def test_only_pages_without_read_back_are_dropped(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dropped: Dropped, check: str
 ) -> None:
     monkeypatch.setattr(page_cache.host_memory, "total_bytes", lambda: 0)
-    monkeypatch.setattr("converters.parameter_selection.next_layer", lambda kind, config: 1)
+    monkeypatch.setattr("converters.compared_parameters.next_layer", lambda kind, config: 1)
     source = save(tmp_path / "hf", MODEL, quantized_weights(MODEL))
     monkeypatch.setattr(torch_dist, "check_import", lambda *args: None)
     monkeypatch.setattr(torch_dist, "check_export", lambda *args, **options: None)

@@ -15,13 +15,13 @@ import torch
 from safetensors import safe_open
 from typer.testing import CliRunner
 
-from converters import hf_directory, names, parameter_selection, read_back, torch_dist
+from converters import compared_parameters, hf_directory, names, read_back, torch_dist
 from converters.bits import same_bits
+from converters.compared_parameters import choose_compared_parameters, next_layer, remember_layer
 from converters.errors import ConversionError
 from converters.hf_directory import HfDirectory, write_hf_directory
 from converters.megatron_checkpoint import MegatronCheckpoint
 from converters.names import hf_shapes
-from converters.parameter_selection import next_layer, remember_layer, select_parameters
 from converters.read_back import check_weights
 from converters.reference.mxfp4 import defined_values, nearest
 from converters.safetensors_files import SafetensorsWriter
@@ -45,7 +45,7 @@ MEGATRON_NORM = "decoder.layers.self_attention.linear_qkv.layer_norm_weight"
 
 @pytest.fixture(autouse=True)
 def the_sample_is_layer_1(monkeypatch: Patch) -> None:
-    monkeypatch.setattr(parameter_selection, "next_layer", lambda kind, config: LAYER)
+    monkeypatch.setattr(compared_parameters, "next_layer", lambda kind, config: LAYER)
     monkeypatch.setattr(read_back, "remember_layer", lambda kind, config, layer: None)
 
 
@@ -326,7 +326,7 @@ def test_trainer_weights_are_compared_with_their_export(
         tmp_path / "output",
         MODEL,
         check=lambda made: check_weights(
-            weights, made, select_parameters("weights", MODEL, "sample")
+            weights, made, choose_compared_parameters("weights", MODEL, "sample")
         ),
     )
     changed = {name: tensor.clone() for name, tensor in weights.items()}
@@ -371,7 +371,7 @@ def test_sampled_layer_rotates_between_runs(
     tmp_path: Path, monkeypatch: Patch, quantized: Path
 ) -> None:
     monkeypatch.undo()
-    monkeypatch.setattr(parameter_selection, "cache_directory", lambda: tmp_path)
+    monkeypatch.setattr(compared_parameters, "cache_directory", lambda: tmp_path)
     many = MODEL.model_copy(update={"num_layers": 24})
     turns = []
     for _ in range(30):
@@ -394,7 +394,7 @@ def test_layer_with_a_fault_is_sampled_again(
     tmp_path: Path, monkeypatch: Patch, quantized: Path
 ) -> None:
     monkeypatch.undo()
-    monkeypatch.setattr(parameter_selection, "cache_directory", lambda: tmp_path)
+    monkeypatch.setattr(compared_parameters, "cache_directory", lambda: tmp_path)
     remember_layer("import", MODEL, LAYER - 1)
     conversion = Conversion("import mxfp4", tmp_path, quantized, quantized)
     with monkeypatch.context() as patch:
@@ -406,7 +406,7 @@ def test_layer_with_a_fault_is_sampled_again(
 
 def test_all_layers_can_be_sampled_without_a_cache(tmp_path: Path, monkeypatch: Patch) -> None:
     monkeypatch.undo()
-    monkeypatch.setattr(parameter_selection, "cache_directory", lambda: tmp_path / "file" / "below")
+    monkeypatch.setattr(compared_parameters, "cache_directory", lambda: tmp_path / "file" / "below")
     (tmp_path / "file").touch()
     for _ in range(100):
         remember_layer("import", MODEL, 0)

@@ -24,7 +24,7 @@ class ComparedParameters:
         return mapping.expert is None or self.layer is None or self.layer == mapping.layer
 
 
-def select_parameters(kind: str, config: ModelConfig, check: Check) -> ComparedParameters:
+def choose_compared_parameters(kind: str, config: ModelConfig, check: Check) -> ComparedParameters:
     """Choose the parameters to compare.
 
     Args:
@@ -63,6 +63,7 @@ def remember_layer(kind: str, config: ModelConfig, layer: int) -> None:
 
 
 def _last_layer_file(kind: str, config: ModelConfig) -> Path:
+    """Return the file that stores the layer whose experts were compared last."""
     # A directory's path changes between conversions, so the model is identified by its size.
     size = f"{config.num_layers}_layers_{config.num_experts}_experts_{config.hidden_size}_wide"
     return cache_directory() / "layer_read_back_last" / f"{kind}_{size}"
