@@ -14,7 +14,7 @@ from rl_loop.gateway.server import Gateway
 from rl_loop.gateway.session import ConversationSession, SessionSettings
 from rl_loop.infrastructure import InfrastructureError
 from rl_loop.out_of_memory import out_of_memory_kills
-from rl_loop.rollout.environment_guard import EnvironmentGuard, checked_end
+from rl_loop.rollout.environment_guard import EnvironmentGuard, check_outcome
 from rl_loop.rollout.episode import (
     Ending,
     EpisodeCompleted,
@@ -218,20 +218,20 @@ async def determine_outcome(
         InfrastructureError: there is no reward, or it is not a valid reward.
     """
     if isinstance(ending, MalformedTurn):
-        return await guard.outcome(ending)
+        return await guard.reward_ending(ending)
 
     to_reward = guard.environment.to_reward
     has_returned = returned.failure is None
     if has_returned and returned.value is not None:
-        return checked_end(await guard.ask(to_reward, returned.value))
+        return check_outcome(await guard.call_method(to_reward, returned.value))
     # The return value has priority over a reward that the agent posted to the gateway.
     posted = session.reward_parts()
     if posted is not None:
-        return checked_end(await guard.ask(to_reward, posted))
+        return check_outcome(await guard.call_method(to_reward, posted))
 
     # An agent whose requests were refused need not know the reward of an unfinished episode.
     if not has_returned or ending.reason not in (FinishReason.STOP, FinishReason.LENGTH):
-        return await guard.outcome(ending)
+        return await guard.reward_ending(ending)
     function = guard.environment.external_agent().function
     what = f"{function} returned no reward and posted none to the gateway"
     raise InfrastructureError("checker", what, function)

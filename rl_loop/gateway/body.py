@@ -1,4 +1,4 @@
-"""Bodies of requests, and JSON of requests and answers."""
+"""Reads the bodies of requests, and converts JSON of requests and answers."""
 
 import asyncio
 import json
@@ -21,22 +21,22 @@ MAX_VALUES = 40_000
 """Maximum number of values in the JSON of a request: texts, numbers, lists and objects."""
 
 
-async def read_body(request: web.Request, count: Callable[[int], None]) -> bytes:
+async def read_body(request: web.Request, on_received: Callable[[int], None]) -> bytes:
     """Return the body of a request.
 
     Args:
         request: the request.
-        count: called with the number of bytes received since the last call.
+        on_received: called with the number of bytes received since its last call.
 
     Raises:
-        ApiError: the body is too long, too slow or encoded, or ``count`` raises it.
+        ApiError: the body is too long, too slow or encoded, or ``on_received`` raises it.
     """
     # The server does not decompress, because a few kilobytes can expand to gigabytes.
     encoding = request.headers.get("Content-Encoding", "identity")
     if encoding.strip().lower() != "identity":
         message = f"Content-Encoding {encoding[:40]!r} is not supported. Send an unencoded body"
         raise ApiError(415, "invalid_request", message)
-    # The announced length first, so that a body that is too long is not received at all.
+    # Check the announced length first, so that a body that is too long is not received at all.
     if (request.content_length or 0) > MAX_BODY_BYTES:
         raise _too_large()
 
@@ -46,7 +46,7 @@ async def read_body(request: web.Request, count: Callable[[int], None]) -> bytes
             while chunk := await request.content.readany():
                 # The announced length may be missing or wrong, so count the received bytes, too.
                 body += chunk
-                count(len(chunk))
+                on_received(len(chunk))
                 if len(body) > MAX_BODY_BYTES:
                     raise _too_large()
     except TimeoutError:
@@ -76,19 +76,19 @@ def json_text(value: Any, *, in_pieces: bool = False) -> str:
 
     Args:
         value: the value.
-        in_pieces: whether other threads may run in between. It takes several times as long.
+        in_pieces: whether to encode in pieces, so that other threads can run. Several times slower.
     """
     if in_pieces:
         return "".join(json.JSONEncoder().iterencode(value))
     return json.dumps(value)
 
 
-def _has_more_values(value: Any, most: int) -> bool:
-    """Return True if JSON has more than ``most`` values."""
-    # A list instead of recursion, and no further than the limit, so that the time is bounded for
-    # any JSON.
+def _has_more_values(value: Any, limit: int) -> bool:
+    """Return True if JSON has more than ``limit`` values."""
+    # Use a list instead of recursion, and look no further than ``limit``, so that the time is
+    # bounded for any JSON.
     values = [value]
-    for index in range(most):
+    for index in range(limit):
         if index == len(values):
             return False
         parent = values[index]
@@ -96,11 +96,12 @@ def _has_more_values(value: Any, most: int) -> bool:
             values += parent.values()
         elif isinstance(parent, list):
             values += parent
-        if len(values) > most:
+        if len(values) > limit:
             return True
     return True
 
 
 def _too_large() -> ApiError:
+    """Return the error for a body that is too long."""
     megabytes = MAX_BODY_BYTES // 1024**2
     return ApiError(413, "invalid_request", f"the body has more than {megabytes} MiB")

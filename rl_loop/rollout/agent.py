@@ -135,7 +135,7 @@ class EpisodeRunner:
                 await self.episode.clock.pause(pause)
 
         # After `open`, because a prompt may depend on an open environment.
-        prompt = await self.guard.ask(build_prompt, self.environment)
+        prompt = await self.guard.call_method(build_prompt, self.environment)
         renderer = EpisodePromptRenderer(self.codec, self.limits.max_episode_tokens)
         ids = await run_in_thread(renderer.render, self.draft.task_id, prompt)
         self.append("prompt", ids)
@@ -152,7 +152,7 @@ class EpisodeRunner:
             ending = over.ending
             # A limit or a malformed turn ended the episode, so the environment has not rewarded it
             # yet.
-            result = await self.guard.outcome(ending)
+            result = await self.guard.reward_ending(ending)
         return self.finish(result, ending)
 
     async def take_turns(self) -> StepResult:

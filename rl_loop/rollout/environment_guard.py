@@ -1,4 +1,7 @@
-"""Calls the methods of an environment, which may raise anything and hang."""
+"""Calls the methods of an environment.
+
+They are user code, so they may raise any exception or never return.
+"""
 
 import asyncio
 import logging
@@ -27,14 +30,16 @@ the cause."""
 CLOSE_SECONDS = 30.0
 """Time limit of ``Environment.close``."""
 METHOD_SECONDS = 60.0
-"""Smallest time limit of every other method. On a busy machine even a method that computes nothing
-may take seconds."""
+"""Minimum time limit of every method except ``open``, ``close`` and ``step``.
+
+On a busy machine even a method that computes nothing may take seconds.
+"""
 
 logger = logging.getLogger(__name__)
 
 
 class EnvironmentGuard:
-    """The environment of one episode. Whatever it does wrong is an infrastructure failure."""
+    """Environment of one episode, whose errors become InfrastructureError."""
 
     def __init__(self, environment: Environment, clock: EpisodeClock, seconds: float) -> None:
         """Guard an environment.
@@ -42,7 +47,8 @@ class EnvironmentGuard:
         Args:
             environment: environment of the episode.
             clock: clock of the episode, which limits ``step``.
-            seconds: time limit of each other method, at least METHOD_SECONDS.
+            seconds: time limit of each method except ``open``, ``close`` and ``step``, at least
+                METHOD_SECONDS.
         """
         self.environment = environment
         self._clock = clock
@@ -60,7 +66,7 @@ class EnvironmentGuard:
         was_running = self._clock.is_running
         self._clock.stop()
         try:
-            await _limit(self.environment.open(), "open", OPEN_SECONDS)
+            await _call_with_limit(self.environment.open(), "open", OPEN_SECONDS)
         finally:
             if was_running:
                 self._clock.start()
@@ -79,44 +85,53 @@ class EnvironmentGuard:
         """
         try:
             result = await self._clock.limit(self.environment.step(messages))
-        # Both have a meaning for the caller. Everything else is a fault of the environment.
+        # The caller handles these two errors. All other errors are faults of the environment.
         except (InfrastructureError, OutOfTimeError):
             raise
         except Exception as error:
             raise InfrastructureError("environment", f"step(): {describe(error)}") from error
 
-        # Rewards count only at the end, so only the end is checked for a finite reward.
+        # Rewards count only at the end, so only the end is checked for a finite reward. A result of
+        # another type is rejected there, too.
         if isinstance(result, StepResult) and not result.done:
             return result
-        return checked_end(result)
+        return check_outcome(result)
 
-    async def ask[**P, T](
+    async def call_method[**P, T](
         self, method: Callable[P, T], *arguments: P.args, **options: P.kwargs
     ) -> T:
         """Call a method on a thread, so that a method that hangs does not block other episodes.
 
-        Raises InfrastructureError for whatever the method raises.
+        Raises:
+            InfrastructureError: the method raises an exception, or exceeds the time limit.
         """
         name = getattr(method, "__name__", "a method")
         call = call_user_code(partial(method, *arguments, **options), f"{self.name}.{name}")
-        return await _limit(call, name, self._seconds)
+        return await _call_with_limit(call, name, self._seconds)
 
-    async def outcome(self, ending: Ending) -> StepResult:
-        """Return the outcome of an episode without an answer. Raises InfrastructureError."""
+    async def reward_ending(self, ending: Ending) -> StepResult:
+        """Return the reward of an episode that ended without an answer.
+
+        Args:
+            ending: ending of the episode.
+
+        Raises:
+            InfrastructureError: infrastructure ended the episode, or the environment fails.
+        """
         match ending:
             case MalformedTurn(kind):
-                result = await self.ask(self.environment.end_with_format_error, kind)
+                result = await self.call_method(self.environment.end_with_format_error, kind)
             case LimitReached() | EpisodeCompleted():
-                # An agent may also stop without an answer.
-                result = await self.ask(self.environment.end_truncated)
+                # An external agent completes an episode without an answer if it just stops.
+                result = await self.call_method(self.environment.end_truncated)
             case EpisodeFailed(failure):
                 raise failure
             case _:
                 assert_never(ending)
-        return checked_end(result)
+        return check_outcome(result)
 
 
-async def _limit[T](call: Coroutine[Any, Any, T], name: str, seconds: float) -> T:
+async def _call_with_limit[T](call: Coroutine[Any, Any, T], name: str, seconds: float) -> T:
     """Await the call of a method.
 
     Raises:
@@ -133,11 +148,11 @@ async def _limit[T](call: Coroutine[Any, Any, T], name: str, seconds: float) -> 
         raise InfrastructureError("environment", f"{name}(): {describe(error)}") from error
 
 
-def checked_end(result: StepResult) -> StepResult:
-    """Return the end of an episode.
+def check_outcome(result: StepResult) -> StepResult:
+    """Return the result with which an episode ends, unchanged.
 
     Raises:
-        InfrastructureError: ``result`` is not an end, or its reward or a part of it is not a
+        InfrastructureError: ``result`` is not a StepResult, or its reward or a reward part is not a
             finite number.
     """
     if not isinstance(result, StepResult):

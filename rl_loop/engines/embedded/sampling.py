@@ -86,7 +86,7 @@ def sample(
     return torch.where(greedy, log_probs.argmax(-1), tokens)
 
 
-def likely_tokens(log_probs: torch.Tensor, counts: list[int]) -> list[list[tuple[int, float]]]:
+def top_tokens(log_probs: torch.Tensor, counts: list[int]) -> list[list[tuple[int, float]]]:
     """Return the most likely tokens of each row with their log-probs, the most likely first.
 
     Args:

@@ -15,9 +15,9 @@ from rl_loop.data.trajectory import FinishReason, WeightVersionSpan
 from rl_loop.engines.embedded.kv_cache import CacheSegment, RowCache, StepLayout, common_prefix
 from rl_loop.engines.embedded.sampling import (
     allowed_log_probs,
-    likely_tokens,
     sample,
     sampling_log_probs,
+    top_tokens,
 )
 from rl_loop.engines.protocol import (
     GenerateRequest,
@@ -273,7 +273,7 @@ class SequenceScheduler:
                 "contain NaN or infinities, or a value overflows"
             )
         counts = [sequence.request.top_log_probs for sequence in self._running]
-        return tokens.tolist(), sampled_log_probs.tolist(), likely_tokens(log_probs, counts)
+        return tokens.tolist(), sampled_log_probs.tolist(), top_tokens(log_probs, counts)
 
     def _admit(self) -> list[CacheSegment]:
         """Assign rows and cached prefixes to waiting sequences.
