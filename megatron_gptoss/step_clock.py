@@ -10,12 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.transformer.moe.moe_layer import MoELayer
-from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
-
-from megatron_gptoss.token_dispatcher import AlltoAllTokenDispatcher
 
 PARTS = ("forward", "backward", "optimizer", "communication", "other")
 """Parts of a training step."""
@@ -30,7 +25,8 @@ PART_BY_TIMER = {
 }
 """Part that each of Megatron's timers measures.
 
-All other timers are communication: messages between pipeline stages and reduction of gradients.
+Megatron's other timers are communication: messages between pipeline stages and reduction of
+gradients.
 """
 
 
@@ -45,7 +41,10 @@ class StepClock:
 
     def __init__(self) -> None:
         self._marks: list[tuple[Any, str]] | None = None
-        """(time or CUDA event, part that starts then) in order; None outside of steps."""
+        """Marks of the step in order; None outside of steps.
+
+        A mark is (time or CUDA event, part that starts or continues at that time).
+        """
         self._parts: list[str] = []
         """Running parts, innermost last."""
 
@@ -106,92 +105,30 @@ class StepClock:
         self._marks.append((now, self._parts[-1]))
 
 
-FORWARD_PASS_ATTRIBUTES = ("probs", "routing_map", "reversed_local_input_permutation_mapping")
-"""Attributes of Megatron's all-to-all dispatcher that keep tensors until the next forward pass."""
+def start_all_to_all(clock: StepClock | None, x: Tensor) -> Tensor:
+    """Return ``x``, and time the all-to-all that follows it.
 
-
-class TimedMoELayer(MoELayer):
-    """MoE layer that counts the exchange of tokens and their gradients as communication.
-
-    Unlike Megatron's layer, it keeps no graph and no tensors after the forward pass.
+    Args:
+        clock: clock of the trainer; None to measure nothing.
+        x: input of the all-to-all in the forward pass. In the backward pass, its gradient ends the
+            all-to-all.
     """
+    if clock is None:
+        return x
+    return _StartTimer.apply(x, clock(ALL_TO_ALL))
 
-    dispatcher_class: type[AlltoAllTokenDispatcher] = AlltoAllTokenDispatcher
-    """Class that replaces Megatron's all-to-all dispatcher."""
-    clock: StepClock | None = None
-    """Clock of the trainer, which sets it; None to measure nothing."""
 
-    def __init__(self, config: TransformerConfig, *args: Any, **kwargs: Any) -> None:
-        super().__init__(config, *args, **kwargs)
-        # Megatron's layer cannot be given the class of a dispatcher.
-        if config.moe_token_dispatcher_type == "alltoall":
-            self.token_dispatcher = self.build_dispatcher(kwargs["pg_collection"])
+def stop_all_to_all(clock: StepClock | None, x: Tensor) -> Tensor:
+    """Return ``x``, and end the time of the all-to-all that returned it.
 
-    def build_dispatcher(self, groups: ProcessGroupCollection) -> AlltoAllTokenDispatcher:
-        """Return a dispatcher for the experts of this rank.
-
-        Args:
-            groups: process groups of the layer.
-        """
-        return self.dispatcher_class(
-            self.num_local_experts,
-            self.local_expert_indices,
-            config=self.config,
-            pg_collection=groups,
-        )
-
-    def dispatch(self, hidden_states: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
-        """Send tokens to their experts.
-
-        Args:
-            hidden_states: [tokens, hidden_size] in the model's dtype.
-            probs: [tokens, experts] gate values.
-
-        Returns:
-            Received tokens [rows, hidden_size] and their gate values.
-        """
-        tokens, probs = super().dispatch(self._start_timer(hidden_states), probs)
-        return self._stop_timer(tokens), probs
-
-    def combine(self, output: Tensor) -> Tensor:
-        """Send the output [rows, hidden_size], of any dtype, back to the ranks of the tokens."""
-        return self._stop_timer(super().combine(self._start_timer(output)))
-
-    def postprocess(self, output: Tensor, shared_expert_output: Tensor | None) -> Tensor:
-        """Return the output of the layer, [tokens, 1, hidden_size], and release its tensors.
-
-        Args:
-            output: combined output of the experts, in the model's dtype.
-            shared_expert_output: [tokens, 1, hidden_size]; None without shared experts.
-        """
-        result: Tensor = super().postprocess(output, shared_expert_output)
-        # Otherwise the dispatcher would keep the gates, and with them the graph of all earlier
-        # layers, until the next micro-batch. The graph refers to the model in ways that Python's
-        # garbage collector cannot see, so the model would never be freed. The dispatcher would also
-        # keep the order of tokens: 4 MB for 16,384 tokens, which keep a whole block of torch's
-        # allocator in use.
-        for name in FORWARD_PASS_ATTRIBUTES:
-            if hasattr(self.token_dispatcher, name):
-                setattr(self.token_dispatcher, name, None)
-        return result
-
-    def _start_timer(self, x: Tensor) -> Tensor:
-        """Return x. Start the timer in the forward pass and stop it in the backward pass."""
-        if self.clock is None or not self._exchanges_tokens:
-            return x
-        return _StartTimer.apply(x, self.clock(ALL_TO_ALL))
-
-    def _stop_timer(self, x: Tensor) -> Tensor:
-        """Return x. Stop the timer in the forward pass and start it in the backward pass."""
-        if self.clock is None or not self._exchanges_tokens:
-            return x
-        return _StopTimer.apply(x, self.clock(ALL_TO_ALL))
-
-    @property
-    def _exchanges_tokens(self) -> bool:
-        """True if tokens go to experts of other ranks."""
-        # Megatron's other dispatchers have no such property.
-        return getattr(self.token_dispatcher, "exchanges_tokens", True)
+    Args:
+        clock: clock of the trainer; None to measure nothing.
+        x: output of the all-to-all in the forward pass. In the backward pass, its gradient starts
+            the all-to-all.
+    """
+    if clock is None:
+        return x
+    return _StopTimer.apply(x, clock(ALL_TO_ALL))
 
 
 class _StartTimer(torch.autograd.Function):

@@ -17,6 +17,7 @@ from torch import Tensor
 from megatron_gptoss.config import OptimizerConfig
 from megatron_gptoss.expert_loads import ExpertLoads
 from megatron_gptoss.gpu_memory import PhaseMemory, release_cached_memory
+from megatron_gptoss.layers.moe_layer import GptOssMoELayer
 from megatron_gptoss.log_probs import log_probs_with_candidates
 from megatron_gptoss.optimizer import build_optimizer, wrap_data_parallel
 from megatron_gptoss.optimizer_offload import OffloadedState
@@ -28,7 +29,7 @@ from megatron_gptoss.scorer import (
     gather_context_parallel,
     label_log_probs,
 )
-from megatron_gptoss.step_clock import StepClock, TimedMoELayer
+from megatron_gptoss.step_clock import StepClock
 from megatron_gptoss.step_results import LossFunction, LossOutput, StepStatistics
 
 logger = logging.getLogger(__name__)
@@ -76,7 +77,7 @@ class PolicyTrainer(LogProbScorer):
                 # buffer. The configuration would also set it for the output layer, which we never
                 # call, and then require Apex.
                 module.fuse_wgrad_accumulation = True  # type: ignore[assignment]
-            if isinstance(module, TimedMoELayer):
+            if isinstance(module, GptOssMoELayer):
                 module.clock = self.clock
 
     def train_step(

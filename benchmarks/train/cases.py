@@ -67,6 +67,7 @@ from megatron_gptoss import distributed
 from megatron_gptoss.config import OptimizerConfig, ParallelConfig
 from megatron_gptoss.families.gpt_oss.config import GptOssModelConfig
 from megatron_gptoss.gpu_memory import PhasePeak, phase_memory, release_cached_memory
+from megatron_gptoss.layers.moe_layer import GptOssMoELayer
 from megatron_gptoss.layers.router import GptOssRouter
 from megatron_gptoss.log_probs import log_probs_and_entropy
 from megatron_gptoss.model import build_model
@@ -77,7 +78,7 @@ from megatron_gptoss.planning.memory_inputs import MemoryInputs
 from megatron_gptoss.planning.step_time import predict_step
 from megatron_gptoss.scorer import gather_parameters
 from megatron_gptoss.static_shape_p2p import StaticShapeP2P
-from megatron_gptoss.step_clock import ALL_TO_ALL, PARTS, StepClock, TimedMoELayer
+from megatron_gptoss.step_clock import ALL_TO_ALL, PARTS, StepClock
 from megatron_gptoss.trainer import PolicyTrainer, matmul_ceiling
 
 
@@ -343,7 +344,7 @@ def use_clock(trainer: PolicyTrainer, clock: StepClock) -> None:
     for chunk in trainer.chunks:
         chunk.config.timers = clock
         for module in chunk.modules():
-            if isinstance(module, TimedMoELayer):
+            if isinstance(module, GptOssMoELayer):
                 module.clock = clock
     trainer.clock = clock
 

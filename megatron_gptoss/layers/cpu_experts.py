@@ -12,7 +12,7 @@ from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispa
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from megatron_gptoss.step_clock import TimedMoELayer
+from megatron_gptoss.layers.moe_layer import GptOssMoELayer
 from megatron_gptoss.token_dispatcher import AlltoAllTokenDispatcher
 from megatron_gptoss.transformer_config import set_distribution
 
@@ -62,7 +62,7 @@ class CpuAlltoAllTokenDispatcher(AlltoAllTokenDispatcher):
         return tokens_per_expert
 
 
-class CpuMoELayer(TimedMoELayer):
+class CpuMoELayer(GptOssMoELayer):
     """MoE layer with ``CpuAlltoAllTokenDispatcher``."""
 
     dispatcher_class = CpuAlltoAllTokenDispatcher

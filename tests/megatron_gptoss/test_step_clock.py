@@ -17,9 +17,9 @@ from converters.model_weights import load_hf_weights
 from megatron_gptoss import distributed
 from megatron_gptoss.config import OptimizerConfig, ParallelConfig
 from megatron_gptoss.layers.attention import SinkAttention
+from megatron_gptoss.layers.moe_layer import DISPATCHER_TENSORS, GptOssMoELayer
 from megatron_gptoss.model import build_model
 from megatron_gptoss.packing import build_batch
-from megatron_gptoss.step_clock import FORWARD_PASS_ATTRIBUTES, TimedMoELayer
 from megatron_gptoss.token_dispatcher import AlltoAllTokenDispatcher
 from megatron_gptoss.trainer import PolicyTrainer
 from tests.support.distributed import free_port
@@ -157,6 +157,6 @@ def test_layers_keep_no_token_tensors_after_a_step(
     assert tensors_of_dispatchers(trainer) == []
 
     # Megatron's original layer keeps them, which shows that the test detects them.
-    monkeypatch.setattr(TimedMoELayer, "postprocess", MoELayer.postprocess)
+    monkeypatch.setattr(GptOssMoELayer, "postprocess", MoELayer.postprocess)
     trainer.score([build_batch(documents([33]))])
-    assert set(tensors_of_dispatchers(trainer)) == set(FORWARD_PASS_ATTRIBUTES)
+    assert set(tensors_of_dispatchers(trainer)) == set(DISPATCHER_TENSORS)

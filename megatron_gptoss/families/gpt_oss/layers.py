@@ -33,9 +33,9 @@ from megatron_gptoss.layers.attention import SinkAttention
 from megatron_gptoss.layers.cpu_block import CpuRMSNorm
 from megatron_gptoss.layers.cpu_experts import CpuMoELayer, ExpertRowParallelLinear
 from megatron_gptoss.layers.experts import GptOssGroupedMLP
+from megatron_gptoss.layers.moe_layer import GptOssMoELayer
 from megatron_gptoss.layers.quantized_experts import QUANTIZED_EXPERT_LINEARS, QuantizedExperts
 from megatron_gptoss.layers.transformer_engine_block import require_transformer_engine
-from megatron_gptoss.step_clock import TimedMoELayer
 from megatron_gptoss.transformer_config import PolicyTransformerConfig
 
 
@@ -166,7 +166,7 @@ def gpu_layer(config: PolicyTransformerConfig) -> TransformerLayerSubmodules:
         num_experts=config.num_moe_experts,
         moe_grouped_gemm=True,
     )
-    submodules.mlp = partial(TimedMoELayer, submodules=_gpu_experts(config, submodules))
+    submodules.mlp = partial(GptOssMoELayer, submodules=_gpu_experts(config, submodules))
 
     attention = submodules.self_attention.submodules
     attention.core_attention = config.core_attention or SinkAttention
