@@ -30,20 +30,20 @@ SHELVES = 20
 GOODS = ["lamp", "table", "chair", "clock", "vase", "plate", "candle", "mirror", "basket"]
 
 
-def make(task: dict[str, Any]) -> MCPServer:
+def make(row: dict[str, Any]) -> MCPServer:
     """Return the server of an episode.
 
     Args:
-        task: row of the task; {} if the server runs without an episode.
+        row: row of the task; {} if the server runs without an episode.
     """
     server = MCPServer("warehouse", log_level="ERROR")
 
     @server.tool()
     def find(item: str) -> str:
         """Return the shelf of an item."""
-        if item != task.get("item"):
+        if item != row.get("item"):
             raise ValueError("no such item")
-        return f"shelf {task['shelf']}"
+        return f"shelf {row['shelf']}"
 
     return server
 

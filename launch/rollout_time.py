@@ -22,7 +22,7 @@ from rl_loop.engines.sglang.prefills import (
 BANDWIDTH = 4.8e12
 """Memory bandwidth of an H200 in bytes/s, from its data sheet."""
 ARITHMETIC = 790e12
-"""Matrix peak of an H200 in FLOP/s. Measured: 763 to 789 TFLOP/s (docs/performance/training.md)."""
+"""Matrix peak of an H200 in FLOP/s. Measured: up to 789e12 (docs/performance/training.md)."""
 READING_FACTOR = 1.12
 """Time of a decoding step per time to read its data."""
 ARITHMETIC_FACTOR = {False: 1.0, True: 1.5}

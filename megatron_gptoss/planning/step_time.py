@@ -51,11 +51,12 @@ MERGE_OVERHEAD = {"bf16": 15, "mxfp4": 17}
 
 It covers loads, unpacking, scaling, adding the update and rounding.
 """
-# LAYER_RATE and HALF_SPEED_ROWS were fitted with this value, which is equal for all layouts. It is
-# not a measured load: with random weights, the fullest rank has 1.19x to 1.33x the mean
-# (docs/performance/training.md).
-EXPERT_LOAD = 1.1
-"""Assumed tokens of the fullest expert-parallel rank in a layer, relative to the mean."""
+# In every layer, all ranks wait for the fullest rank. LAYER_RATE and HALF_SPEED_ROWS were fitted with
+# this constant, so it is a part of the fit and does not predict the load of a layer, which varies
+# (1.19 and 1.33 in docs/performance/training.md). ``expert_load`` of ``activation_memory`` is the
+# load over all layers, for memory.
+FITTED_LAYER_LOAD = 1.1
+"""Constant of the fit for the tokens of the fullest expert-parallel rank in a layer over the mean."""
 # Assumed: PCIe 5 at 80%.
 HOST_BANDWIDTH = 50e9
 """Bytes per second between a GPU and host memory, in each direction."""
@@ -209,7 +210,7 @@ def _expert_exchange_seconds(
     """Return the seconds of all-to-all exchanges in one layer and micro-batch."""
     # There are 4: dispatch and combine, forward and backward. The fullest rank takes longest.
     activation_bytes = 2 * local_tokens * model.hidden_size
-    routed_bytes = 4 * activation_bytes * model.experts_per_token * EXPERT_LOAD
+    routed_bytes = 4 * activation_bytes * model.experts_per_token * FITTED_LAYER_LOAD
     return _message_seconds(routed_bytes, ranks=parallel.expert, span=parallel.expert)
 
 
@@ -310,7 +311,7 @@ def _factor_seconds(
     values = parallel.tensor * local_tokens * width
 
     if "experts" in targets:
-        load = EXPERT_LOAD if parallel.expert > 1 else 1.0
+        load = FITTED_LAYER_LOAD if parallel.expert > 1 else 1.0
         rows = local_tokens * model.experts_per_token * load
         values += rows * (2 * model.hidden_size + 3 * model.intermediate_size)
         if not adapter.merge_experts:

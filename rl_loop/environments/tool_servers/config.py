@@ -39,7 +39,7 @@ class ToolServerConfig(BaseModel):
     headers: dict[str, str] = Field(default_factory=dict)
     """HTTP headers of every request to the URL."""
     in_process: str | None = None
-    """Function ``make(task)`` as MODULE:FUNCTION, which returns a server object of the ``mcp``
+    """Function ``make(row)`` as MODULE:FUNCTION, which returns a server object of the ``mcp``
     package. It is called for every episode with the task's row, or once with {} if the server is
     ``shared``."""
 

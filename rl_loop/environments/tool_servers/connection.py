@@ -48,19 +48,19 @@ class ServerConnection:
     are InfrastructureFailures.
     """
 
-    def __init__(self, name: str, config: ToolServerConfig, task: Mapping[str, Any]) -> None:
+    def __init__(self, name: str, config: ToolServerConfig, row: Mapping[str, Any]) -> None:
         """Prepare a connection, without opening it.
 
         Args:
             name: name of the server, for messages.
             config: transport and limits.
-            task: row of the task, for servers with ``in_process``.
+            row: row of the task, for servers with ``in_process``.
         """
         self.name = name
         self.config = config
         self.tools: Sequence[ServerTool] = ()
         """Tools of the server, after ``open``."""
-        self._task = task
+        self._row = row
         self._client: Client | None = None
         self._holding: asyncio.Task[None] | None = None
         self._opened = asyncio.Event()
@@ -164,7 +164,7 @@ class ServerConnection:
         config = self.config
         if config.in_process is not None:
             # Pass a copy, because the function is the user's code.
-            return FACTORIES.resolve(config.in_process)(dict(self._task))
+            return FACTORIES.resolve(config.in_process)(dict(self._row))
         if config.command is not None:
             program, *arguments = config.command
             return StdioServerParameters(

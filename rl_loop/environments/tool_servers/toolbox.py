@@ -35,15 +35,15 @@ class BoxedTool:
 class ToolBox:
     """Tools of one episode."""
 
-    def __init__(self, servers: Servers, task: Mapping[str, Any]) -> None:
+    def __init__(self, servers: Servers, row: Mapping[str, Any]) -> None:
         """Prepare connections, without opening them.
 
         Args:
             servers: servers by name.
-            task: row of the task, for servers with ``in_process``.
+            row: row of the task, for servers with ``in_process``.
         """
         self._servers = servers
-        self._task = task
+        self._row = row
         self._connections: list[ServerConnection] = []
         self._tools: dict[str, BoxedTool] = {}
 
@@ -115,7 +115,7 @@ class ToolBox:
         if config.shared:
             return await _shared_connection(name, config)
         # A separate server for each episode, because it may keep state.
-        connection = ServerConnection(name, config, self._task)
+        connection = ServerConnection(name, config, self._row)
         await connection.open()
         return connection
 
@@ -169,7 +169,7 @@ async def _shared_connection(name: str, config: ToolServerConfig) -> ServerConne
     opening = connections.get(key)
     # Connect again after a failure, so that a restarted server is found.
     if opening is None or (opening.done() and not _is_usable(opening)):
-        opening = asyncio.create_task(_opened(name, config))
+        opening = asyncio.create_task(_open_connection(name, config))
         connections[key] = opening
     # An episode that is cancelled while it waits must not cancel the connection of others.
     return await asyncio.shield(opening)
@@ -181,7 +181,7 @@ def _is_usable(opening: "asyncio.Task[ServerConnection]") -> bool:
     return opening.result().is_usable
 
 
-async def _opened(name: str, config: ToolServerConfig) -> ServerConnection:
+async def _open_connection(name: str, config: ToolServerConfig) -> ServerConnection:
     connection = ServerConnection(name, config, {})
     await connection.open()
     return connection
@@ -194,14 +194,14 @@ _discovered: dict[bytes, list[Tool]] = {}
 _discovering = Lock()
 
 
-def offered_without_episode(servers: Servers, task: Mapping[str, Any]) -> list[Tool]:
+def offered_without_episode(servers: Servers, row: Mapping[str, Any]) -> list[Tool]:
     """Return the tools that episodes offer, for rendering prompts without an episode.
 
     Each process connects to the servers once.
 
     Args:
         servers: servers by name.
-        task: row of a task, for servers with ``in_process``. Their tools must not depend on it.
+        row: row of a task, for servers with ``in_process``. Their tools must not depend on it.
 
     Raises:
         InfrastructureError: if a server cannot be reached.
@@ -213,7 +213,7 @@ def offered_without_episode(servers: Servers, task: Mapping[str, Any]) -> list[T
         if key not in _discovered:
             # Another thread, because the caller may be running an event loop.
             with ThreadPoolExecutor(1) as thread:
-                asking = thread.submit(asyncio.run, _ask(ToolBox(servers, task)))
+                asking = thread.submit(asyncio.run, _list_offered(ToolBox(servers, row)))
                 _discovered[key] = asking.result()
     return _discovered[key]
 
@@ -221,7 +221,7 @@ def offered_without_episode(servers: Servers, task: Mapping[str, Any]) -> list[T
 _SERVERS = TypeAdapter(dict[str, ToolServerConfig])
 
 
-async def _ask(box: ToolBox) -> list[Tool]:
+async def _list_offered(box: ToolBox) -> list[Tool]:
     await box.open()
     try:
         return box.offered()

@@ -28,10 +28,10 @@ class Transfer(BaseModel):
     amount: int = 1
 
 
-def make(task: dict[str, Any]) -> MCPServer:
-    """Return a server with a new balance, which ``task`` may set."""
+def make(row: dict[str, Any]) -> MCPServer:
+    """Return a server with a new balance, which ``row`` may set."""
     server = MCPServer("ledger", log_level="ERROR")
-    entries: list[int] = [task.get("opening", 0)]
+    entries: list[int] = [row.get("opening", 0)]
 
     @server.tool()
     def deposit(amount: int) -> str:
