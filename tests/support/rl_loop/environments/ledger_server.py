@@ -101,7 +101,7 @@ def make(row: dict[str, Any]) -> MCPServer:
     return server
 
 
-def other(task: dict[str, Any]) -> MCPServer:
+def other(row: dict[str, Any]) -> MCPServer:
     """Return another server that also has a tool ``balance``."""
     server = MCPServer("other", log_level="ERROR")
 
@@ -113,7 +113,7 @@ def other(task: dict[str, Any]) -> MCPServer:
     return server
 
 
-def badly_named(task: dict[str, Any]) -> MCPServer:
+def badly_named(row: dict[str, Any]) -> MCPServer:
     """Return a server with a tool whose name is invalid in a Harmony header."""
     server = MCPServer("bad", log_level="ERROR")
 
