@@ -194,6 +194,7 @@ class TrainingSamples(TokenColumns[np.ndarray]):
     # -- checks -----------------------------------------------------------------------------------
 
     def _check_offsets_and_names(self) -> None:
+        """Raise ColumnError if offsets or names do not fit the columns."""
         offsets = self.offsets
         if offsets.dtype != np.int64 or offsets.ndim != 1 or len(offsets) == 0 or offsets[0] != 0:
             raise ColumnError(
@@ -212,6 +213,7 @@ class TrainingSamples(TokenColumns[np.ndarray]):
             raise ColumnError(f"{self.sequence_name(int(empty.argmax()))} has no tokens")
 
     def _check_routes(self, routes: Sequence[Any]) -> None:
+        """Raise ColumnError if the routes do not fit the tokens."""
         if len(routes) != len(self):
             raise ColumnError(
                 f"column routed_experts has {len(routes)} entries for {len(self)} sequences"

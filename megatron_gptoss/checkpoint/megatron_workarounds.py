@@ -130,6 +130,7 @@ def _exchange_whole_master_weights(adam: Any, offloaded: OffloadedState) -> None
     set_state = adam.set_scaled_state
 
     def get_whole(weight: torch.Tensor, name: str) -> torch.Tensor:
+        """Return Adam's state of a weight, with a whole fp32 master weight."""
         state: torch.Tensor = get_state(weight, name)
         if state.dtype == torch.int16:
             return master_weight(weight, state.to(weight.device))
@@ -138,6 +139,7 @@ def _exchange_whole_master_weights(adam: Any, offloaded: OffloadedState) -> None
     # Only the lower half is stored: the bf16 weight, loaded from the same checkpoint, is the upper
     # half. Parameters of other dtypes have whole master weights.
     def set_whole(weight: torch.Tensor, name: str, state: torch.Tensor) -> None:
+        """Set Adam's state of a weight, from a whole fp32 master weight."""
         if name == "master_param" and weight.dtype == torch.bfloat16:
             state = lower_half(state)
         set_state(weight, name, state)

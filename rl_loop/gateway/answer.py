@@ -183,6 +183,7 @@ def read_completion(codec: ChatCodec, ids: Sequence[int], stop: Sequence[str] = 
 def _parsed_turn(
     codec: ChatCodec, sampled: GenerateResult, tools: Sequence[Tool], response_id: str
 ) -> ReadTurn:
+    """Return the answer in sampled tokens."""
     ids = sampled.output_ids
     # Recipients have the prefix of functions, names of the client's tools do not.
     names = {f"{FUNCTIONS}{tool.name}" for tool in tools}
@@ -241,6 +242,7 @@ def _complete_turn(
 
 
 def _build_answer(messages: Sequence[ParsedMessage], response_id: str) -> PolicyAnswer:
+    """Return the items of an answer, in the order of the messages."""
     items: list[AnswerItem] = []
     calls = 0
     for message in messages:

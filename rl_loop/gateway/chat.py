@@ -132,6 +132,7 @@ class ChatCall:
 
 
 def _turn_request(parameters: ChatParameters) -> TurnRequest:
+    """Return the request for a turn. Raises ApiError."""
     functions = []
     for number, entry in enumerate(parameters.tools):
         where = f"tools[{number}]"
@@ -218,6 +219,7 @@ def _message(entry: dict[str, Any], where: str) -> dict[str, Any]:
 
 
 def _assistant_message(entry: dict[str, Any], where: str) -> dict[str, Any]:
+    """Return an earlier turn of the policy as a message. Raises ApiError."""
     # No chat format can render these keys. Leaving them out would silently change the conversation.
     for key in ("audio", "function_call", "refusal"):
         if entry.get(key) is not None:
@@ -244,6 +246,7 @@ def _assistant_message(entry: dict[str, Any], where: str) -> dict[str, Any]:
 
 
 def _stated_call(call: dict[str, Any], where: str, number: int) -> dict[str, Any]:
+    """Return a tool call of an earlier turn. Raises ApiError."""
     path = f"{where}.tool_calls[{number}]"
     function = mapping(call.get("function"), f"{path}.function")
     return {
@@ -259,6 +262,7 @@ def _stated_call(call: dict[str, Any], where: str, number: int) -> dict[str, Any
 
 
 def _build_message(node: TurnNode) -> dict[str, Any]:
+    """Return the message of a response."""
     message: dict[str, Any] = {"role": "assistant", "content": _content(node), "refusal": None}
     if node.answer.reasoning:
         message["reasoning"] = node.answer.reasoning
@@ -268,6 +272,7 @@ def _build_message(node: TurnNode) -> dict[str, Any]:
 
 
 def _content(node: TurnNode) -> str | None:
+    """Return the text of a response."""
     # A call without a comment has no content, as in OpenAI's answers.
     if node.answer.calls and not node.answer.texts:
         return None
@@ -280,6 +285,7 @@ def _tool_call(call: FunctionCall) -> dict[str, Any]:
 
 
 def _finish_reason(node: TurnNode) -> str:
+    """Return the finish reason in OpenAI's terms."""
     # First the limit: a truncated turn may have calls, and the last one may be incomplete.
     if node.finish_reason is not FinishReason.STOP:
         return "length"
@@ -287,6 +293,7 @@ def _finish_reason(node: TurnNode) -> str:
 
 
 def _usage(usage: TokenUsage) -> dict[str, Any]:
+    """Return the token counts of a response."""
     return {
         "prompt_tokens": usage.prompt_tokens,
         "completion_tokens": usage.sampled_tokens,

@@ -93,6 +93,7 @@ class ChatEvents:
         log_probs: dict[str, Any] | None = None,
         finish_reason: str | None = None,
     ) -> dict[str, Any]:
+        """Return a chunk of the stream for one choice."""
         entry = {"index": choice, "delta": delta, "logprobs": log_probs}
         return self._frame | {"choices": [entry | {"finish_reason": finish_reason}]}
 

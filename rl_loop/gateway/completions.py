@@ -213,6 +213,7 @@ def _prompts(value: Any) -> list[RawPrompt]:
 
 
 def _prompt(value: Any, where: str) -> RawPrompt:
+    """Return a prompt of text or token ids. Raises ApiError."""
     if not isinstance(value, str) and not _is_ids(value):
         raise invalid_request("expected text or a list of token ids", where)
     if not value:
@@ -272,6 +273,7 @@ def _finish_reason(node: TurnNode) -> str:
 
 
 def _usage(usage: TokenUsage) -> dict[str, Any]:
+    """Return the token counts of a response."""
     return {
         "prompt_tokens": usage.prompt_tokens,
         "completion_tokens": usage.sampled_tokens,

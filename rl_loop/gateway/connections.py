@@ -107,6 +107,7 @@ class OpenConnections:
             self._known[handler] = self._known.pop(handler) - 1
 
     def _add(self, handler: RequestHandler) -> None:
+        """Add a connection, and close one if there are too many."""
         self._unknown[handler] = None
         if len(self._unknown) > self._most_unknown:
             self._close(next(iter(self._unknown)))

@@ -110,6 +110,7 @@ class RenderJob:
         return rendered
 
     def _rendered(self, codec: ChatCodec) -> "RenderedMessages":
+        """Return the tokens of the request's messages. Raises ApiError."""
         try:
             if self.stored is None:
                 opened: list[OpenCall] = []
@@ -227,6 +228,7 @@ class RequestWorkers:
         await asyncio.gather(*self._running, return_exceptions=True)
 
     async def _run[Result](self, job: RequestJob[Result]) -> Result:
+        """Run a job in the pool. Raises ApiError."""
         try:
             result: Result = await self._pool.ask_async(job)
             return result

@@ -168,6 +168,7 @@ class ResponsesCall:
 
 
 def _turn_request(parameters: ResponsesParameters) -> TurnRequest:
+    """Return the request for a turn. Raises ApiError."""
     functions = []
     for number, entry in enumerate(parameters.tools):
         where = f"tools[{number}]"
@@ -251,6 +252,7 @@ def _tool_message(item: dict[str, Any], where: str) -> dict[str, Any]:
 
 
 def _other_message(item: dict[str, Any], where: str) -> dict[str, Any]:
+    """Return a message of a user, system or developer. Raises ApiError."""
     content = parse_text(item.get("content"), f"{where}.content")
     role = item.get("role")
     if role == "user":
@@ -310,6 +312,7 @@ def _items(node: TurnNode, status: str) -> list[dict[str, Any]]:
 
 
 def _usage(usage: TokenUsage) -> dict[str, Any]:
+    """Return the token counts of a response."""
     return {
         "input_tokens": usage.prompt_tokens,
         "input_tokens_details": {"cached_tokens": usage.cached_tokens},

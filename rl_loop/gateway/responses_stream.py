@@ -116,6 +116,7 @@ class ResponsesEvents:
         yield self._event("error", **fields, error=body)
 
     def _added(self, opened: _OpenItem) -> Iterator[dict[str, Any]]:
+        """Yield the events that begin an item."""
         item = item_json(self._response_id, opened.number, opened.item, "", (), "in_progress")
         parts = item.get("content")
         if parts is not None:
@@ -127,6 +128,7 @@ class ResponsesEvents:
             yield self._event("response.content_part.added", **place, part=parts[0])
 
     def _delta(self, delta: AnswerDelta) -> dict[str, Any]:
+        """Return the event for further content of an item."""
         item = item_json(self._response_id, delta.number, delta.item, "", (), "in_progress")
         if isinstance(delta.item, FunctionCall):
             place = self._place(delta.number, item["id"])

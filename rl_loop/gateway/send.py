@@ -135,6 +135,7 @@ class EventStream:
         return self._response
 
     async def _write(self, lines: list[bytes]) -> None:
+        """Send lines, after the headers."""
         if not lines:
             return
         if not self.has_begun:

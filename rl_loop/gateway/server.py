@@ -295,6 +295,7 @@ class Gateway:
         return web.json_response({"object": "list", "data": [self._describe_model()]})
 
     async def _model(self, request: web.Request) -> web.Response:
+        """Handle ``GET /v1/models/NAME``."""
         self.find_session(request)
         name = request.match_info["name"]
         if name != self._settings.model:
@@ -304,6 +305,7 @@ class Gateway:
         return web.json_response(self._describe_model())
 
     def _describe_model(self) -> dict[str, Any]:
+        """Return the description of the served model."""
         name = self._settings.model
         return {"id": name, "object": "model", "created": 0, "owned_by": "megatron-gptoss"}
 
@@ -363,6 +365,7 @@ def _api_error(request: web.Request, error: Exception) -> ApiError:
 
 
 def _error_response(error: ApiError) -> web.Response:
+    """Return the HTTP response for an error."""
     # OpenAI's clients repeat a request after 408, 409, 429 and from 500 on, unless this header
     # forbids it.
     # The request was repeated already. A further repetition by the client would only take time.

@@ -249,6 +249,7 @@ def _read(
 def _read_trajectory(
     values: dict[str, Any], prefix: str, arrays: Mapping[str, np.ndarray]
 ) -> Trajectory:
+    """Return a stored trajectory."""
     columns = {name: arrays[f"{prefix}/{name}"] for name in COLUMNS if f"{prefix}/{name}" in arrays}
     typed: dict[str, Any] = (
         values

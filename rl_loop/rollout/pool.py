@@ -158,6 +158,7 @@ class RolloutPool:
     # -- workers ----------------------------------------------------------------------------------
 
     def _create_worker(self, index: int) -> Any:
+        """Start the actor of a rollout worker."""
         actor_class: Any = ray.remote(with_logging(self._worker_class))
         actor = actor_class.options(
             # Workers are placed by custom resources, so Ray reserves no CPUs for them.
@@ -279,6 +280,7 @@ class RolloutPool:
     # -- the pool's thread ------------------------------------------------------------------------
 
     def _run_thread(self) -> None:
+        """Assign groups and collect results until the pool is closed."""
         try:
             while not self._is_closed:
                 self._assign_groups()
@@ -506,6 +508,7 @@ class RolloutPool:
             self.backend.close()
 
     def _close_workers(self) -> None:
+        """End all workers, and the thread of the pool."""
         # A worker that is still starting would answer only after its imports.
         if self._has_started:
             closing = [worker.close.remote() for worker in self._workers]

@@ -163,6 +163,7 @@ class RolloutWorker:
         with_routes: bool,
         runner: RunnerFactory | None,
     ) -> Trajectory:
+        """Run one episode of a task."""
         rollout = self.config.rollout
         return await run_episode(
             task.task_id,

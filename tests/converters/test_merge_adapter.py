@@ -106,9 +106,7 @@ def is_expert_matrix(name: str) -> bool:
     return name.endswith(("gate_up_proj", "down_proj"))
 
 
-def test_mxfp4_merge_quantizes_only_experts_and_reports_errors(
-    base: Path, tmp_path: Path
-) -> None:
+def test_mxfp4_merge_quantizes_only_experts_and_reports_errors(base: Path, tmp_path: Path) -> None:
     adapter = save_adapter(tmp_path, ADAPTER.targets)
     exact = merged_in_bf16(base, adapter, tmp_path)
     original = HfDirectory(base)

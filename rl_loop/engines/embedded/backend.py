@@ -55,6 +55,7 @@ class EmbeddedBackend(RolloutBackend):
         self.workers.load_weights(weights, version)
 
     def _convert_weights(self, source: WeightSource) -> Mapping[str, torch.Tensor]:
+        """Return the weights in the format of the engines."""
         return weights_for_engine(source, self.context.quantization, self.settings.quantization)
 
     def score(self, token_ids: list[int], temperature: float) -> list[list[float]]:

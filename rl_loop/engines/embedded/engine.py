@@ -201,6 +201,7 @@ class TransformersEngine:
         return await self._call(lambda: self._rounding_error(list(input_ids)))
 
     def _rounding_error(self, tokens: list[int]) -> float | None:
+        """Return the mean difference of log-probs from fp32 weights, None if memory is too small."""
         rounded = self._scheduler.score(tokens, temperature=1.0)
         # Only the data is exchanged. A second model would need twice the memory.
         held = {parameter: parameter.data for parameter in self._model.parameters()}
@@ -247,6 +248,7 @@ class TransformersEngine:
         await self._call(lambda: self._replace_weights(named, version))
 
     def _replace_weights(self, named: list[tuple[str, torch.Tensor]], version: int) -> None:
+        """Copy all weights into the model, or none if one of them does not fit."""
         # Check everything before writing anything. named_parameters lists tied weights once.
         parameters = dict(self._model.named_parameters())
         new_weights = dict(named)
@@ -286,6 +288,7 @@ class TransformersEngine:
         return await self._call(self._mxfp4_digests)
 
     def _mxfp4_digests(self) -> Digests:
+        """Compare values with MXFP4 bits, and return digests of the bits."""
         for name, parameter in self._model.named_parameters():
             blocks_name, scales_name = stored_names(name)
             if blocks_name not in self._mxfp4_tensors:

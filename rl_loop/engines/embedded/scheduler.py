@@ -147,6 +147,7 @@ class SequenceScheduler:
         inputs: object,
         output: tuple[torch.Tensor, ...],
     ) -> None:
+        """Store the experts that a router has chosen. Called by a forward hook."""
         _logits, _weights, indices = output
         self._routes[layer] = indices  # [tokens, top_k]
 
@@ -218,6 +219,7 @@ class SequenceScheduler:
                 self._finish(row, reason)
 
     def _drop_cancelled(self) -> None:
+        """Remove cancelled sequences."""
         # From the end, because _finish moves the last row into the gap.
         for row in reversed(range(len(self._running))):
             if self._running[row].future.cancelled():
