@@ -105,7 +105,8 @@ class LocalWeights:
     def mxfp4_bases(self) -> frozenset[str]:
         """Return the global parameter names of experts whose adapters are not merged.
 
-        Receivers that hold MXFP4 get the base as blocks and scales. Others get merged weights.
+        Receivers that hold MXFP4 get the base as blocks and scales. Other receivers get merged
+        weights.
         """
         weights = self._weights.items()
         return frozenset(name for name, weight in weights if isinstance(weight, UnmergedWeight))

@@ -9,8 +9,8 @@ dense one, after a change of scales:
 
     gate' = gate / 1.702,   up' = scale * up - 1,   down' = 1.702 / scale * down
 
-Both are equal where no clamp is reached. ``scale`` is chosen per channel so that ``up`` stays
-within its clamp. The clamp of ``gate`` cannot be moved, because the sigmoid is not linear.
+The two models are equal where no clamp is reached. ``scale`` is chosen per channel so that ``up``
+stays within its clamp. The clamp of ``gate`` cannot be moved, because the sigmoid is not linear.
 
 Sinks, windows and noise on the experts change the function. ``UpcycleReport`` has the difference in
 loss.

@@ -85,7 +85,7 @@ class HeadNode(NodeProgram):
             reasons = sorted(unfit.reasons.items())
             outcome.error = "; ".join(f"{node}: {reason}" for node, reason in reasons)
         except Exception as error:
-            # The other nodes wait for an outcome, also if this program has a bug.
+            # The other nodes wait for an outcome, even if this program has a bug.
             outcome.error = f"{self.name}: {type(error).__name__}: {error}"
 
         # Counted from the checkpoints, because the driver may have been killed.

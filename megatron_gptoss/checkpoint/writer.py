@@ -186,8 +186,8 @@ class _PendingSave:
         """Copy this rank's part to host memory and pass it to the thread. Collective."""
         try:
             with fail_together(self.partial):
-                # Both before ``save``: it would create Megatron's own queue, and it reads offloaded
-                # state, which may still be in transfer.
+                # Make both calls before ``save``, because it would create Megatron's own queue, and
+                # it reads offloaded state, which may still be in transfer.
                 keep_results_in_this_process()
                 trainer.offloaded.wait()
                 state = trainer_state(trainer, is_loading=False)

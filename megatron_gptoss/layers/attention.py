@@ -136,7 +136,7 @@ class SinkAttention(DotProductAttention):
     def slow_reason(self) -> str | None:
         """Return why this layer runs the slow reference of attention on a GPU; None if it does not.
 
-        None also if the model asks for the reference (``attention_backend_name``).
+        A model that asks for the reference (``attention_backend_name``) also gives None.
         """
         if self.backend == "reference":
             return None

@@ -191,7 +191,7 @@ class AgentProcess:
 
         self.is_usable = False
         self._failure = self._failure or _ended(status)
-        # `start` waits for this event, also if the process has ended before its start is complete.
+        # `start` waits for this event, even if the process has ended before its start is complete.
         self._started.set()
         for answer in self._calls.values():
             if not answer.done():

@@ -30,7 +30,7 @@ class SequenceIndex:
         total.index_add_(0, self.index, torch.where(mask, values.detach(), 0).double())
 
         if self.group is not None and self.group.size() > 1:
-            # Every rank takes part for every sequence, also if it has none of its tokens.
+            # Every rank takes part for every sequence, even if it has none of its tokens.
             dist.all_reduce(total, group=self.group)
         return total
 

@@ -201,7 +201,7 @@ class RolloutPool:
                 answers.append(ray.get(reference))
             except ACTOR_DEATHS as death:
                 self._replace(index, workers[index], death)
-                # The others have answered or still run, so only the replacement is called again.
+                # Call only the replacement again, because other workers have answered or still run.
                 answers.append(self._call(index, method, *arguments))
         return answers
 

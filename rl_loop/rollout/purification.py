@@ -49,8 +49,8 @@ class TurnAttempt:
     """The parsed turn."""
     result: StepResult
     kept: int
-    """Number of tokens at the start of the turn that were sampled after ``prefix``. The others are
-    spliced."""
+    """Number of tokens at the start of the turn that were sampled after ``prefix``. Later tokens
+    are spliced."""
 
 
 def purifying(config: PurificationConfig) -> RunnerFactory:

@@ -5,7 +5,7 @@ server. Tokens, log-probs and routes are those of the embedded engine with the t
 the loop learns and checks of log-probs are meaningful.
 
 An answer depends only on the weights and its prompt. It is computed alone and from its first token,
-also if another server had started the turn. Therefore, runs are equal bit by bit, independent of
+even if another server had started the turn. Therefore, runs are equal bit by bit, independent of
 the faults of their servers.
 
 Orders are files as in engine.py. The server also executes those of engine.py and the following:

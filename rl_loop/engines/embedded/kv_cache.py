@@ -47,7 +47,7 @@ class RowCache:
         layers = config.num_hidden_layers
         kv_heads = config.num_key_value_heads
 
-        # Both are created with capacity 0 and grow in the first step.
+        # The tensors are created with capacity 0 and grow in the first step.
         self.keys_values = torch.zeros(
             (layers, 2, rows, kv_heads, 0, config.head_dim),
             dtype=dtype,

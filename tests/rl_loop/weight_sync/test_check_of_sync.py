@@ -148,7 +148,7 @@ def test_canary_runs_before_the_first_episode_otherwise(tmp_path: Path) -> None:
 def test_canary_mismatch_ends_the_step_before_its_update(
     beside: bool, groups: str, tmp_path: Path
 ) -> None:
-    """The step ends also if episodes fail, and without waiting for running episodes."""
+    """The step ends even if episodes fail, and without waiting for running episodes."""
     rollouts = Rollouts(beside=beside, gap=0.5, groups=groups)
     with pytest.raises(CanaryError, match="after syncing weights 0, rollout worker 0"):
         run_step(loop_with(rollouts, tmp_path))
