@@ -25,7 +25,7 @@ from converters.peft_format import (
     PeftDirectory,
     adapter_mappings,
 )
-from converters.peft_settings import CONFIG_FILE, EXPERTS, peft_config
+from converters.peft_settings import EXPERTS, PEFT_CONFIG_FILE, peft_config
 from converters.safetensors_files import SafetensorsWriter
 from converters.torch_dist_files import TorchDistReader, TorchDistWriter, check_not_run
 from megatron_gptoss.checkpoint.checksums import write_checksums
@@ -188,7 +188,7 @@ def base_warnings(adapters: Adapters, base: Path) -> list[str]:
     if is_same:
         return []
     return [
-        f"{adapters.path}: was trained on {name} according to its {CONFIG_FILE}, whose name "
+        f"{adapters.path}: was trained on {name} according to its {PEFT_CONFIG_FILE}, whose name "
         f"differs from {base}. Their weights were not compared"
     ]
 
@@ -218,7 +218,7 @@ def export_adapter(
     # The directory appears only after the comparison at the end has succeeded.
     with new_directory(peft_dir, overwrite) as partial:
         settings = peft_config(source.model, source.adapter, base)
-        (partial / CONFIG_FILE).write_text(json.dumps(settings, indent=2))
+        (partial / PEFT_CONFIG_FILE).write_text(json.dumps(settings, indent=2))
         # The digest lets a merge reject another base.
         metadata = {BASE_KEY: source.base}
         if not source.adapter.merge_experts:

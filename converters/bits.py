@@ -12,7 +12,7 @@ import torch
 
 from converters.errors import ConversionError
 
-PIECE_BYTES = 1 << 20
+COMPARED_PIECE_BYTES = 1 << 20
 """Bytes compared at a time. The size fits the processor's cache."""
 
 
@@ -32,8 +32,8 @@ def same_bits(first: torch.Tensor, second: torch.Tensor) -> bool:
     first_bytes = as_bytes(first)
     second_bytes = as_bytes(second)
     # Stops at the first piece that differs, and keeps both pieces in the cache.
-    for start in range(0, len(first_bytes), PIECE_BYTES):
-        piece = slice(start, start + PIECE_BYTES)
+    for start in range(0, len(first_bytes), COMPARED_PIECE_BYTES):
+        piece = slice(start, start + COMPARED_PIECE_BYTES)
         if not np.array_equal(first_bytes[piece], second_bytes[piece]):
             return False
     return True
@@ -109,8 +109,8 @@ def same_in_files(written: TensorRange, source: TensorRange, from_disk: bool) ->
         return False
 
     # Two buffers for the whole comparison, instead of an allocation per piece.
-    written_buffer = np.empty(PIECE_BYTES, np.uint8)
-    source_buffer = np.empty(PIECE_BYTES, np.uint8)
+    written_buffer = np.empty(COMPARED_PIECE_BYTES, np.uint8)
+    source_buffer = np.empty(COMPARED_PIECE_BYTES, np.uint8)
     with (
         open(written.path, "rb", buffering=0) as written_file,
         open(source.path, "rb", buffering=0) as source_file,
@@ -123,8 +123,8 @@ def same_in_files(written: TensorRange, source: TensorRange, from_disk: bool) ->
                 written_descriptor, written.offset, written.length, os.POSIX_FADV_DONTNEED
             )
 
-        for start in range(0, written.length, PIECE_BYTES):
-            count = min(PIECE_BYTES, written.length - start)
+        for start in range(0, written.length, COMPARED_PIECE_BYTES):
+            count = min(COMPARED_PIECE_BYTES, written.length - start)
             written_piece = written_buffer[:count]
             source_piece = source_buffer[:count]
             written_count = os.preadv(written_descriptor, [written_piece], written.offset + start)

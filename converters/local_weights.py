@@ -36,8 +36,8 @@ from megatron_gptoss.weights import (
     named_weights,
 )
 
-EMBEDDING = "embedding.word_embeddings.weight"
-OUTPUT_LAYER = "output_layer.weight"
+MEGATRON_EMBEDDING = "embedding.word_embeddings.weight"
+MEGATRON_OUTPUT_LAYER = "output_layer.weight"
 
 
 def find_local_weights(
@@ -53,9 +53,9 @@ def find_local_weights(
     for chunk in list_chunks(model):
         for name, weight in named_weights(chunk):
             full_name = _global_name(name, chunk, config)
-            if config.tied_embeddings and full_name == OUTPUT_LAYER:
+            if config.tied_embeddings and full_name == MEGATRON_OUTPUT_LAYER:
                 # Copy of the embedding on the last pipeline stage.
-                full_name = EMBEDDING
+                full_name = MEGATRON_EMBEDDING
             if full_name not in table:
                 raise ConversionError(
                     f"parameter {name} (global name {full_name}) has no counterpart in Hugging "

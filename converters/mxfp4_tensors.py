@@ -19,7 +19,7 @@ from megatron_gptoss.tensor_hash import digest_of_bits
 BLOCK_BYTES = BLOCK // 2
 """Bytes of a block's values, without its scale, which takes 1 more byte."""
 
-PIECE_BYTES = 1 << 28
+QUANTIZED_AT_ONCE_BYTES = 1 << 28
 """Maximum size of the bf16 matrices that are stacked and quantized in one launch."""
 
 Digests = dict[str, str]
@@ -92,7 +92,7 @@ def row_order(mapping: ParameterMapping, device: torch.device) -> torch.Tensor:
 def matrices_at_once(shape: Shape) -> int:
     """Return how many matrices of a shape are quantized in one launch."""
     # 2 bytes per bf16 value.
-    return max(1, PIECE_BYTES // (2 * math.prod(shape)))
+    return max(1, QUANTIZED_AT_ONCE_BYTES // (2 * math.prod(shape)))
 
 
 def stacked_in_bf16(weights: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -105,7 +105,7 @@ def pack_stack(
 ) -> dict[str, torch.Tensor]:
     """Quantize one matrix of several experts to Hugging Face's names and row order.
 
-    The result equals ``mxfp4.quantize`` of each matrix. One launch quantizes up to ``PIECE_BYTES``.
+    The result equals ``mxfp4.quantize`` of each matrix. One launch quantizes up to ``QUANTIZED_AT_ONCE_BYTES``.
 
     Args:
         mapping: entry of the first expert's matrix.

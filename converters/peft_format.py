@@ -28,7 +28,7 @@ from converters.bits import require_finite, same_bits
 from converters.errors import ConversionError
 from converters.families.gpt_oss.table import interleave_gate_up, separate_gate_up
 from converters.mapping import Shape
-from converters.peft_settings import CONFIG_FILE, EXPERTS, TARGETS, read_settings
+from converters.peft_settings import EXPERTS, PEFT_CONFIG_FILE, TARGETS, read_settings
 from converters.safetensors_files import SafetensorsFile
 from megatron_gptoss.config import AdapterConfig, ModelConfig
 
@@ -250,7 +250,7 @@ class PeftDirectory:
         self.path = path
         self._model = model
         self._file = path / WEIGHTS_FILE
-        self._settings = read_settings(path / CONFIG_FILE)
+        self._settings = read_settings(path / PEFT_CONFIG_FILE)
         # A dangling link gets the more exact error of SafetensorsFile.
         if not self._file.exists() and not self._file.is_symlink():
             raise ConversionError(f"{self._file}: missing. Only safetensors files are supported")
@@ -472,7 +472,7 @@ class PeftDirectory:
                 )
             if tuple(entry.shape) != expected[name]:
                 raise ConversionError(
-                    f"{self._file}: tensor {name} has shape {list(entry.shape)}, but {CONFIG_FILE} "
+                    f"{self._file}: tensor {name} has shape {list(entry.shape)}, but {PEFT_CONFIG_FILE} "
                     f"and the base require {list(expected[name])}"
                 )
             # An adapter in fp8 or integers has scales that PEFT's format does not define.
@@ -490,5 +490,5 @@ class PeftDirectory:
             return f": the base has {layers} layers, so the adapter is of another model"
         for kind, layer in _places(self._model):
             if name in _peft_names(kind, layer):
-                return f": {CONFIG_FILE} does not name this weight, so PEFT would ignore the tensor"
+                return f": {PEFT_CONFIG_FILE} does not name this weight, so PEFT would ignore the tensor"
         return ""

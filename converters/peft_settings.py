@@ -11,7 +11,7 @@ from converters.errors import ConversionError
 from converters.model_extras import read_object
 from megatron_gptoss.config import AdapterConfig, ModelConfig
 
-CONFIG_FILE = "adapter_config.json"
+PEFT_CONFIG_FILE = "adapter_config.json"
 
 TARGETS = {
     "embedding": "model.embed_tokens",

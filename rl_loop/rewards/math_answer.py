@@ -20,7 +20,7 @@ BOX_WINDOW = 20_000
 """Characters to search around the last mention of a box. Answers may be megabytes of boxes."""
 MAX_BRACE_DEPTH = 50
 """Maximum depth of brackets in an answer, because deeper ones exhaust the parser's stack."""
-MAX_DIGITS = 100_000
+MAX_POWER_DIGITS = 100_000
 """Maximum decimal digits of a power that is computed."""
 MAX_FACTORIAL = 20_000
 MAX_POWERS = 20
@@ -302,7 +302,7 @@ def _compute_power(power: re.Match[str]) -> str | None:
     if base in ("0", "1") or exponent == "1":
         return base
 
-    if len(exponent) > 7 or len(base) * int(exponent) > MAX_DIGITS:
+    if len(exponent) > 7 or len(base) * int(exponent) > MAX_POWER_DIGITS:
         return None
     if len(base) * int(exponent) < 4000:
         return str(int(base) ** int(exponent))

@@ -14,7 +14,8 @@ from fractions import Fraction
 ROUNDED_PLACES = 6
 """Minimum number of decimal places in a ground truth that counts as rounded."""
 
-MAX_DIGITS = 400
+MAX_NUMBER_DIGITS = 400
+"""Maximum characters of a number. A longer text is not parsed as a number."""
 MAX_EXPONENT = 400
 """Maximum exponent, because computing with larger ones could take long."""
 
@@ -73,7 +74,7 @@ class NotatedNumber:
 def parse_number(text: str) -> NotatedNumber | None:
     """Return the number in ``text``, in standard notation. None if it is anything else."""
     text = text.strip()
-    if len(text) > MAX_DIGITS:
+    if len(text) > MAX_NUMBER_DIGITS:
         return None
 
     percent = PERCENT.fullmatch(text)
@@ -104,7 +105,7 @@ def _is_value(value: Fraction, truth: NotatedNumber) -> bool:
 
     # Half a unit of the sixth place, or of the sixth significant digit after leading zeros.
     places = ROUNDED_PLACES
-    while abs(truth.value) * 10 ** (places - ROUNDED_PLACES + 1) < 1 and places < MAX_DIGITS:
+    while abs(truth.value) * 10 ** (places - ROUNDED_PLACES + 1) < 1 and places < MAX_NUMBER_DIGITS:
         places += 1
     return abs(value - truth.value) * 2 * 10**places <= 1
 

@@ -55,7 +55,7 @@ RESTART_SECONDS = 3600.0
 PLACE_SECONDS = 5.0
 """Interval in seconds of the check that the node of a starting worker is alive."""
 
-CLOSE_SECONDS = 10.0
+WORKER_CLOSE_SECONDS = 10.0
 """Time in seconds for workers to end their sandboxes and engines before they are killed."""
 
 logger = logging.getLogger(__name__)
@@ -512,7 +512,7 @@ class RolloutPool:
         # A worker that is still starting would answer only after its imports.
         if self._has_started:
             closing = [worker.close.remote() for worker in self._workers]
-            ray.wait(closing, num_returns=len(closing), timeout=CLOSE_SECONDS)
+            ray.wait(closing, num_returns=len(closing), timeout=WORKER_CLOSE_SECONDS)
         for worker in self._workers:
             ray.kill(worker)
 
@@ -520,7 +520,7 @@ class RolloutPool:
         if self._replacement is not None:
             ray.kill(self._replacement)
         if self._thread.is_alive():
-            self._thread.join(CLOSE_SECONDS)
+            self._thread.join(WORKER_CLOSE_SECONDS)
 
 
 def _with_references(group: TrajectoryGroup, routes: Sequence[Any]) -> TrajectoryGroup:

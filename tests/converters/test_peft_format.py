@@ -20,7 +20,7 @@ from converters.adapter_weights import load_adapter
 from converters.errors import ConversionError
 from converters.model_weights import export_hf_weights
 from converters.peft_format import PREFIX, WEIGHTS_FILE, PeftDirectory
-from converters.peft_settings import CONFIG_FILE
+from converters.peft_settings import PEFT_CONFIG_FILE
 from converters.safetensors_files import SafetensorsWriter
 from megatron_gptoss import distributed
 from megatron_gptoss.config import OptimizerConfig, ParallelConfig, Quantization
@@ -185,8 +185,8 @@ def test_an_adapter_loads_in_every_layout(exported: Path) -> None:
 
 def change_settings(**changes: Any) -> Callable[[Path], None]:
     def change(path: Path) -> None:
-        settings = json.loads((path / CONFIG_FILE).read_text())
-        (path / CONFIG_FILE).write_text(json.dumps(settings | changes))
+        settings = json.loads((path / PEFT_CONFIG_FILE).read_text())
+        (path / PEFT_CONFIG_FILE).write_text(json.dumps(settings | changes))
 
     return change
 
@@ -231,7 +231,7 @@ def without_file(name: str) -> Callable[[Path], None]:
 
 def with_settings(text: str) -> Callable[[Path], None]:
     def write(path: Path) -> None:
-        (path / CONFIG_FILE).write_text(text)
+        (path / PEFT_CONFIG_FILE).write_text(text)
 
     return write
 
@@ -289,7 +289,7 @@ LAYER_2 = f"{PREFIX}model.layers.2.self_attn.k_proj.lora_A.weight"
         (with_settings("[]"), "adapter_config.json: holds no JSON object"),
         (with_settings("{"), "adapter_config.json: not valid JSON"),
         (with_settings('{"peft_type": "LORA", "r": 8}'), "key lora_alpha is missing"),
-        (without_file(CONFIG_FILE), r"adapter_config.json: missing"),
+        (without_file(PEFT_CONFIG_FILE), r"adapter_config.json: missing"),
         (without_file(WEIGHTS_FILE), r"adapter_model.safetensors: missing. Only safetensors"),
         (without("layers.1"), rf"{LAYER}.self_attn.q_proj.lora_A.weight is missing"),
         (without("layers.0"), r"layers.0.self_attn.q_proj.lora_A.weight is missing"),

@@ -102,7 +102,7 @@ def test_batched_expert_quantization_equals_single_experts(
         return quantize(x)
 
     largest = 2 * 2 * MODEL.intermediate_size * MODEL.hidden_size
-    monkeypatch.setattr(mxfp4_tensors, "PIECE_BYTES", matrices_at_once * largest)
+    monkeypatch.setattr(mxfp4_tensors, "QUANTIZED_AT_ONCE_BYTES", matrices_at_once * largest)
     monkeypatch.setattr(mxfp4, "quantize", counted)
     sent = {name: tensor.clone() for name, tensor in gathering.begin(mxfp4_experts=packed)}
     monkeypatch.undo()
