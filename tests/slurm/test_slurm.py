@@ -129,7 +129,7 @@ def test_preemption_and_time_limit_do_not_change_the_curve(
     assert curve(run) == [pytest.approx(step, rel=1e-5, abs=1e-7) for step in curve(uninterrupted)]
 
 
-@pytest.mark.parametrize("dashboard", [False, True])
+@pytest.mark.parametrize("dashboard", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_launched_job_has_no_open_door(lab: Lab, dashboard: bool, tmp_path: Path) -> None:
     """Two nodes train while another user and another machine try all of their sockets."""
     name = f"doors-{dashboard}".lower()
