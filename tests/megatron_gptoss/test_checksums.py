@@ -199,7 +199,11 @@ def pending(root: Path, policy: PolicyTrainer, step: int, attempt: int) -> _Pend
 @pytest.mark.parametrize(
     ("step", "can_exchange"),
     # test_checkpoint.py has the second case with exceptions instead of exits.
-    [(2, True), pytest.param(2, False, marks=pytest.mark.slow), (3, True)],
+    [
+        (2, True),
+        pytest.param(2, False, marks=pytest.mark.slow),
+        pytest.param(3, True, marks=pytest.mark.slow),
+    ],
 )
 def test_complete_checkpoint_exists_after_exit_at_any_call(
     step: int,

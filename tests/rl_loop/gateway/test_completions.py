@@ -13,6 +13,7 @@ from transformers import GptOssForCausalLM
 
 from rl_loop.harmony.codec import Harmony, PromptConfig
 from rl_loop.harmony.vocabulary import GptOssVocabulary
+from tests.support.processor_speed import slowness
 from tests.support.rl_loop.gateway.policy import Script
 from tests.support.rl_loop.gateway.scripted import talking
 from tests.support.rl_loop.gateway.serving import SETTINGS, check_capture, serving
@@ -253,6 +254,6 @@ def test_long_prompt_is_encoded_in_linear_time() -> None:
     full.encode_sampled("a<|end|>")
     begin = time.process_time()
     ids = full.encode_sampled(text)
-    assert time.process_time() - begin < 3
+    assert time.process_time() - begin < 3 * slowness()
     assert full.decode(ids) == text
     assert full.decode_token(ids[-1]) == "<|end|>"

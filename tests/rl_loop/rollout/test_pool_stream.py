@@ -151,7 +151,7 @@ def test_sync_interrupts_episodes_without_waiting_for_them(
     "moment",
     [
         pytest.param("with no sync to come", marks=pytest.mark.slow),
-        "while groups run",
+        pytest.param("while groups run", marks=pytest.mark.slow),
         pytest.param("before a sync", marks=pytest.mark.slow),
         "during a sync",
     ],
