@@ -128,15 +128,13 @@ class _LogProbsAndEntropy(torch.autograd.Function):
         hidden, weight, labels, candidates, normalizer, entropy = ctx.saved_tensors
         dtype = normalizer.dtype
         first_id = _first_id(weight, ctx.group)
-        has_candidates = candidates.shape[1] > 0
+        targets = None
         from_normalizer = grad_log_probs
-        if has_candidates:
+        if candidates.shape[1] > 0:
             from_normalizer = grad_log_probs + grad_candidates.sum(-1)
-            targets, grad_targets = _merge_targets(
-                labels, candidates, grad_log_probs, grad_candidates
-            )
-            # The gradients of labels and candidates are written together below, so the block's
-            # gradient must not contain that of the labels.
+            targets = _merge_targets(labels, candidates, grad_log_probs, grad_candidates)
+            # The gradients of labels and candidates are written together, so the block's gradient
+            # must not contain that of the labels.
             labels = torch.full_like(labels, OUTSIDE)
         row_statistics = torch.stack([normalizer, entropy, from_normalizer, grad_entropy])
         grad_hidden = torch.empty_like(hidden)
@@ -152,30 +150,15 @@ class _LogProbsAndEntropy(torch.autograd.Function):
             chunk_statistics = row_statistics[:, rows].contiguous()
             grad_chunk = torch.zeros_like(chunk, dtype=dtype)
             for columns in _column_spans(weight):
-                logits = fp32_logits(chunk, weight[columns])
-                # In the dtype of the model, because it is an operand of both products below, which
-                # accumulate in fp32.
-                grad_logits = torch.empty_like(logits, dtype=hidden.dtype)
-                _logit_gradient(
-                    logits,
+                grad_logits = _block_gradient(
+                    fp32_logits(chunk, weight[columns]),
                     labels[rows],
+                    None if targets is None else (targets[0][rows], targets[1][rows]),
                     chunk_statistics,
                     first_id + columns.start,
                     ctx.temperature,
-                    out=grad_logits,
+                    dtype=hidden.dtype,
                 )
-                if has_candidates:
-                    _write_target_gradient(
-                        logits,
-                        targets[rows],
-                        grad_targets[rows],
-                        chunk_statistics,
-                        first_id + columns.start,
-                        ctx.temperature,
-                        out=grad_logits,
-                    )
-                # Free the logits before the next block allocates its own.
-                del logits
                 _add_matmul(grad_chunk, grad_logits, weight[columns])
                 if grad_weight is not None:
                     _add_matmul(grad_weight[columns], grad_logits.t(), chunk)
@@ -184,6 +167,36 @@ class _LogProbsAndEntropy(torch.autograd.Function):
         if grad_weight is not None:
             grad_weight = _returned_gradient(weight, grad_weight)
         return grad_hidden, grad_weight, None, None, None, None
+
+
+def _block_gradient(
+    logits: Tensor,
+    labels: Tensor,
+    targets: tuple[Tensor, Tensor] | None,
+    statistics: Tensor,
+    first_id: int,
+    temperature: float,
+    *,
+    dtype: torch.dtype,
+) -> Tensor:
+    """Return the gradient of a block of logits, [rows, columns].
+
+    Args:
+        logits: fp32 [rows, columns].
+        labels: [rows] ids. OUTSIDE if ``targets`` has them.
+        targets: ids of labels and candidates and their gradients, [rows, 1 + k] each. None without
+            candidates.
+        statistics: [4, rows], see ``_logit_gradient``.
+        first_id: id of the first column.
+        temperature: divisor of the logits.
+        dtype: dtype of the model, because the gradient is an operand of two products, which
+            accumulate in fp32.
+    """
+    grad_logits = torch.empty_like(logits, dtype=dtype)
+    _logit_gradient(logits, labels, statistics, first_id, temperature, out=grad_logits)
+    if targets is not None:
+        _write_target_gradient(logits, *targets, statistics, first_id, temperature, out=grad_logits)
+    return grad_logits
 
 
 def _accumulates_in_place(weight: Any) -> bool:

@@ -75,8 +75,9 @@ def run_with_plugin(
 @cache
 def _server(interpreted: bool) -> subprocess.Popen[str]:
     """Start a server. Triton reads TRITON_INTERPRET when it is imported."""
-    # With one thread, OpenMP starts none that a fork would lack.
-    environment = {"OMP_NUM_THREADS": "1", **os.environ}
+    # With one thread, OpenMP starts none that a fork would lack. The programs need no more: Triton's
+    # interpreter and compiler use one.
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
     if interpreted:
         environment["TRITON_INTERPRET"] = "1"
     return subprocess.Popen(
