@@ -216,6 +216,7 @@ def resume_in_other_layouts(rank: int, ports: list[int], root: Path) -> list[Any
     return results
 
 
+@pytest.mark.slow  # test_parallel_layouts.py has it for GPT-OSS
 def test_optimizer_checkpoint_continues_in_another_layout(
     one_rank: dict[str, Any],
     exact: dict[str, Any],

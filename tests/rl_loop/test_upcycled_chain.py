@@ -187,6 +187,7 @@ def test_upcycled_model_heals_and_learns_by_rl(
         assert step.get("mismatch/log_prob_gap_max", 0) < 1e-4
 
 
+@pytest.mark.slow
 def test_balanced_experts_stay_in_use(
     chats: Path, data: list[str], teacher: Path, tmp_path: Path
 ) -> None:

@@ -10,7 +10,7 @@ import torch
 
 from tests.support.rl_loop.engines.compiled_for_hopper import Compiling
 
-TABLES = [(16, 32), (17, 32), (32, 32), (64, 128)]
+TABLES = [(17, 32), (32, 32), (64, 128)]
 ALL_TABLES = [
     (1, 32),
     (8, 32),
