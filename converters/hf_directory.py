@@ -398,7 +398,7 @@ def write_hf_directory(
         max_shard_bytes: maximum size of a file. A larger tensor gets a file alone.
         overwrite: whether to replace an existing directory, after the new one is complete.
         quantized: whether ``named_tensors`` has expert matrices as MXFP4 blocks and scales.
-        further_shapes: shapes of tensors besides those of the model, by name.
+        further_shapes: {name: shape} of tensors that the model does not have.
         on_written: called with stored name and byte range of every written tensor.
         check: called with the unfinished directory after all files are written. It raises
             ConversionError if they are wrong.

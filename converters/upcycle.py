@@ -431,8 +431,8 @@ def measure(
         """Return a model of this class with the dense weights."""
         return kind(dense, HuggingFaceDense(dense, source.get))
 
-    # Three passes, each with one more difference to the dense model, so that the report can tell
-    # what each difference costs. The scales of the first pass are needed by the others.
+    # Three passes, each with one more difference to the dense model, so that the report has
+    # the cost of each difference. The scales of the first pass are needed by the others.
     measured = reference(_MeasuredDense)
     dense_loss = _loss(measured, tokens, partial(report_pass, 0))
     up_scales = [_up_scale(peak) for peak in measured.up_peaks]

@@ -131,7 +131,7 @@ class ServerModel:
             read = 1 - untouched
             computed *= model.experts_per_token
         if self.mxfp4_experts:
-            # Of a single rank, because all reading is divided by the ranks below.
+            # For one rank, because the result is divided by the number of ranks below.
             expert_bytes = read * mxfp4_expert_bytes(model, 1)
         else:
             expert_bytes = 2 * read * max(1, model.num_experts) * expert * model.num_layers

@@ -14,6 +14,6 @@ def select_deterministic_algorithms(enabled: bool) -> None:
     if enabled:
         # cuBLAS reads the variable at its first call.
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        # Torch would also fill every new tensor, which takes time and changes no result.
+        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     torch.use_deterministic_algorithms(enabled, warn_only=True)
-    # Filling new tensors takes time and changes no result.
-    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]

@@ -27,12 +27,12 @@ from rl_loop.gateway.node import TokenUsage, TurnNode
 from rl_loop.gateway.parameters import (
     MAX_TOP_LOG_PROBS,
     ChoicesParameters,
+    answer_schema,
     build_constraint,
     checked_parameters,
     mapping,
     offered,
     parse_effort,
-    parse_schema,
     parse_text,
     parse_tool,
     text_value,
@@ -151,7 +151,7 @@ def _turn_request(parameters: ChatParameters) -> TurnRequest:
     if parameters.top_logprobs and not parameters.logprobs:
         raise invalid_request("needs logprobs: true", "top_logprobs")
     tools = offered(functions, _tool_choice(parameters.tool_choice))
-    schema = _answer_schema(parameters.response_format)
+    schema = answer_schema(parameters.response_format, "response_format", nested="json_schema")
     # ``max_tokens`` is the deprecated name of ``max_completion_tokens``. If both are set, both
     # hold.
     limits = [parameters.max_tokens, parameters.max_completion_tokens]
@@ -177,22 +177,6 @@ def _tool_choice(choice: Any) -> Any:
     if choice.get("type") != "function":
         raise unsupported("tool_choice", f"{choice.get('type')!r} is not a function")
     return mapping(choice.get("function"), "tool_choice.function")
-
-
-def _answer_schema(response_format: Any) -> dict[str, Any] | None:
-    """Return the JSON schema of the answer. None for any text. Raises ApiError."""
-    if response_format is None:
-        return None
-    output = mapping(response_format, "response_format")
-    match output.get("type"):
-        case "text":
-            return None
-        case "json_object":
-            return {"type": "object"}
-        case "json_schema":
-            where = "response_format.json_schema"
-            return parse_schema(mapping(output.get("json_schema"), where), where)
-    raise invalid_request(f"the type {output.get('type')!r} is unknown", "response_format")
 
 
 def _message(entry: dict[str, Any], where: str) -> dict[str, Any]:

@@ -270,7 +270,35 @@ def offered(tools: Sequence[Tool], tool_choice: Any) -> OfferedTools:
     return OfferedTools(tuple(tools), tuple(required))
 
 
-def parse_schema(output: dict[str, Any], where: str) -> dict[str, Any]:
+def answer_schema(value: Any, where: str, *, nested: str | None = None) -> dict[str, Any] | None:
+    """Return the JSON schema of the answer. None for any text.
+
+    Args:
+        value: value of the parameter for the format of the answer.
+        where: name of the parameter.
+        nested: key of ``value`` that contains the name and the schema. None if ``value`` does.
+
+    Raises:
+        ApiError: the type is unknown, or the schema is missing or too large.
+    """
+    if value is None:
+        return None
+    output = mapping(value, where)
+    match output.get("type"):
+        case "text":
+            return None
+        case "json_object":
+            return {"type": "object"}
+        case "json_schema" if nested is not None:
+            return _parse_schema(
+                mapping(output.get(nested), f"{where}.{nested}"), f"{where}.{nested}"
+            )
+        case "json_schema":
+            return _parse_schema(output, where)
+    raise invalid_request(f"the type {output.get('type')!r} is unknown", where)
+
+
+def _parse_schema(output: dict[str, Any], where: str) -> dict[str, Any]:
     """Return the JSON schema of a ``json_schema`` format. Raises ApiError if there is none."""
     text_value(output.get("name"), f"{where}.name")
     schema = mapping(output.get("schema"), f"{where}.schema")

@@ -22,12 +22,12 @@ from rl_loop.gateway.node import TokenUsage, TurnNode
 from rl_loop.gateway.parameters import (
     MAX_TOP_LOG_PROBS,
     RequestParameters,
+    answer_schema,
     build_constraint,
     checked_parameters,
     mapping,
     offered,
     parse_effort,
-    parse_schema,
     parse_text,
     parse_tool,
     text_value,
@@ -179,7 +179,7 @@ def _turn_request(parameters: ResponsesParameters) -> TurnRequest:
             raise invalid_request(f"{tool.get('type')!r} is not supported. Use functions", where)
         functions.append(parse_tool(tool, where))
     tools = offered(functions, _tool_choice(parameters.tool_choice))
-    schema = _answer_schema(parameters.text.format)
+    schema = answer_schema(parameters.text.format, "text.format")
 
     log_probs = INCLUDED_LOG_PROBS in parameters.include
     if parameters.top_logprobs and not log_probs:
@@ -206,21 +206,6 @@ def _tool_choice(choice: Any) -> Any:
     if isinstance(choice, dict) and choice.get("type") != "function":
         raise unsupported("tool_choice", f"{choice.get('type')!r} is not a function")
     return choice
-
-
-def _answer_schema(text_format: Any) -> dict[str, Any] | None:
-    """Return the JSON schema of the answer. None for any text. Raises ApiError."""
-    if text_format is None:
-        return None
-    output = mapping(text_format, "text.format")
-    match output.get("type"):
-        case "text":
-            return None
-        case "json_object":
-            return {"type": "object"}
-        case "json_schema":
-            return parse_schema(output, "text.format")
-    raise invalid_request(f"the type {output.get('type')!r} is unknown", "text.format")
 
 
 def _messages(items: str | list[Any]) -> tuple[dict[str, Any], ...]:

@@ -286,7 +286,7 @@ def _sorted_prefixes(
     """Return the prefixes of a mini-batch, and the number of inputs with unequal routes only."""
     if digests is not None:
         digests = [digests[i] for i in sequences]
-    # Also by token ids alone: the difference is the inputs that only unequal routes keep apart.
+    # Compare by token ids alone, too. The difference are inputs with equal ids and unequal routes.
     prefixes, by_ids = (
         SortedPrefixes(PrefixKeys.of(samples, sequences, sharing.prompts_only, of_inputs))
         for of_inputs in (digests, None)

@@ -73,7 +73,7 @@ async def send_by_disk(
         tensors: tensors to write.
         config: configuration of the weights.
         servers: servers, with the plan of the sync.
-        further_shapes: shapes of tensors besides those of the model, by name.
+        further_shapes: {name: shape} of tensors that the model does not have.
     """
     directory = servers.plan.directory
     # Writing takes long and would block the event loop, which runs the requests to the servers.

@@ -26,7 +26,7 @@ FLASH_MODULES = {"flash3": "flash_attn_interface", "flash4": "flash_attn.cute"}
 """Python module of each FlashAttention backend."""
 FLASH_HEAD_SIZES = (64, 96, 128)
 """Head sizes that the FlashAttention backends support."""
-# The kernels of backend short are about as fast as flash-attn-4 for sequences of 2,048 tokens and
+# The kernels of backend hopper are about as fast as flash-attn-4 for sequences of 2,048 tokens and
 # 1.13x to 1.24x as fast for 1,024 (docs/performance/attention.md). Their gain falls with length.
 SHORT_MEAN = 1024
 """Largest ``PackedLayout.mean_length``, in tokens, for which "auto" prefers backend hopper in full
