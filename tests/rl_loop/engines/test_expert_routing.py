@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
@@ -68,6 +69,14 @@ def reduce(x, dim, **options):
     reduced.append((tuple(x.shape), dim))
     return "theirs", None
 """
+CHOICE = """
+import torch
+
+
+def make_empty(offset, shape, dtype, device, all_gather):
+    buffer = torch.empty(shape, dtype=dtype, device=device)
+    return (buffer,), buffer, offset + 1
+"""
 TENSOR = """
 from dataclasses import dataclass
 
@@ -110,6 +119,11 @@ matmul_ogs.reduce(outputs, dim=0, y=sums)
 matmul_ogs.reduce(outputs, dim=1, y=sums, y_has_mx=True)
 matmul_ogs.reduce(outputs.float(), dim=1, y=sums)
 print(len(matmul_ogs.reduced))
+
+from triton_kernels import topk
+for dtype, gathered in ((torch.uint32, False), (torch.uint32, True), (torch.int16, False)):
+    (buffer,), bits, offset = topk.make_empty(5, (4, 608), dtype, "cpu", all_gather=gathered)
+    print(buffer.data_ptr() == bits.data_ptr(), tuple(bits.shape), bits.stride(), offset)
 """
 
 
@@ -140,6 +154,7 @@ def test_routing_kernel_serves_only_small_batches(tmp_path: Path) -> None:
         "sglang/srt/layers/moe/topk.py": TOPK,
         "triton_kernels/matmul_ogs.py": MATMUL,
         "triton_kernels/tensor.py": TENSOR,
+        "triton_kernels/topk.py": CHOICE,
     }
     write_modules(tmp_path, modules)
     printed = run_with_plugin("-c", PROGRAM, packages=tmp_path, interpreted=True)
@@ -154,6 +169,10 @@ def test_routing_kernel_serves_only_small_batches(tmp_path: Path) -> None:
         "[[[1, 3], [0, 3]], [[1, 3], [0, 3]], [[1, 3], [0, 3]]] 4",
         "[[4.0, 7.0]] True None []",
         "3",
+        # Kernels are compiled for the first stride of bits, which are uint32.
+        "True (4, 608) (1024, 1) 6",
+        "True (4, 608) (608, 1) 6",
+        "True (4, 608) (608, 1) 6",
     ]
 
 
@@ -207,6 +226,39 @@ def test_routes_equal_those_of_triton_kernels(
     assert ((ours.gates.float() - gates).abs() <= 2**-7 * gates).all()
     differing = int((ours.gates != gates).sum())
     assert differing <= max(1, 0.05 * len(gates))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("experts", [32, 128])
+def test_prefills_share_compiled_variants(
+    routing: ModuleType, experts: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    choice = importlib.import_module("triton_kernels.topk")
+    sums = importlib.import_module(
+        "triton_kernels.tensor_details.bitmatrix_details.sum_bitmatrix_rows"
+    )
+    kernels = choice._topk_forward, sums._sum_bitmatrix_rows
+
+    def count_variants() -> int:
+        return sum(len(cache[0]) for kernel in kernels for cache in kernel.device_caches.values())
+
+    def route(tokens: int) -> tuple[torch.Tensor, ...]:
+        torch.manual_seed(tokens)
+        chosen = choice.topk(torch.randn(tokens, experts, device="cuda").bfloat16(), 4)
+        metadata = chosen.mask_metadata
+        return chosen.indx, metadata.col_sum, metadata.col_sorted_indx, metadata.row_sorted_indx
+
+    sizes = range(1040, 2048, 160)
+    before = count_variants()
+    expected = [route(tokens) for tokens in sizes]
+    assert count_variants() - before == 2 * len(sizes)  # triton_kernels compiles for every size
+
+    monkeypatch.setattr(choice, "make_empty", routing.with_common_strides(choice.make_empty))
+    before = count_variants()
+    padded = [route(tokens) for tokens in sizes]
+    assert count_variants() - before <= 2
+    for outputs, others in zip(padded, expected, strict=True):
+        assert all(map(torch.equal, outputs, others))
 
 
 @pytest.mark.gpu

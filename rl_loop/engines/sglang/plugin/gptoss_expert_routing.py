@@ -14,7 +14,8 @@ otherwise be idle, and writes only the results of its expert. One program for al
 slower: the warps of one multiprocessor counted along both axes of a table, which took almost 3x as
 long with 256 tokens as with 64.
 
-SGLang routes more tokens than a program can hold, as in a prefill.
+SGLang routes more tokens than a program can hold, as in a prefill. For these, this module keeps
+triton_kernels from compiling two kernels again for most numbers of tokens (``with_common_strides``).
 """
 
 # Triton interprets parameter annotations, so its kernels have none.
@@ -434,11 +435,38 @@ def install() -> None:
     """Let SGLang's layers route and sum with these kernels."""
     from sglang.srt.layers.moe import topk
 
-    # import_module returns the module. The package also has a function of this name.
+    # import_module returns the modules. The package also has functions of these names.
     matmul_ogs: Any = import_module("triton_kernels.matmul_ogs")
+    choice: Any = import_module("triton_kernels.topk")
 
     topk.routing = fused_routing(topk)
     matmul_ogs.reduce = fused_reduce(matmul_ogs.reduce)
+    choice.make_empty = with_common_strides(choice.make_empty)
+
+
+def with_common_strides(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a replacement of ``make_empty``, which allocates the outputs of triton_kernels' top-k.
+
+    It pads the bits of the chosen experts, uint32 [experts / 32, tokens], to a power of 2. Two
+    kernels are compiled for the stride of these bits. Without the padding it is the number of
+    tokens, rounded up to a multiple of 32, so a server would compile again for most of its first
+    prefills without a CUDA graph. On an H200, such a prefill of 6,000 tokens took 0.9 s instead of
+    0.2 s.
+    """
+
+    @wraps(original)
+    def make_empty(
+        offset: int, shape: tuple[int, ...], dtype: torch.dtype, device: Any, all_gather: bool
+    ) -> Any:
+        if dtype != torch.uint32 or all_gather:
+            return original(offset, shape, dtype, device, all_gather=all_gather)
+        words, tokens = shape
+        padded = (words, triton.next_power_of_2(tokens))
+        _, bits, offset = original(offset, padded, dtype, device, all_gather=False)
+        bits = bits[:, :tokens]
+        return (bits,), bits, offset
+
+    return make_empty
 
 
 def fused_routing(topk: Any) -> Callable[..., Any]:
