@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import shlex
 from collections.abc import Generator
 from functools import cache
 from typing import Any
@@ -11,7 +12,7 @@ import pytest
 from hypothesis import settings
 
 import megatron_gptoss  # noqa: F401 (before any test imports Megatron: without a GPU it needs no compiler)
-from tests.support.forked_workers import offer_server
+from tests.support.forked_workers import forked_python, offer_server
 from tests.support.frozen_heap import keep_frozen
 from tests.support.leftover_processes import (  # noqa: F401 (hooks of pytest)
     pytest_configure,
@@ -127,8 +128,11 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 
 @pytest.hookimpl(optionalhook=True)
-def pytest_xdist_setupnodes() -> None:
+def pytest_xdist_setupnodes(specs: list[Any]) -> None:
+    """Fork the test processes. Each would spend at least 5 s of processor time on imports."""
     offer_server()
+    for spec in specs:
+        spec.python = shlex.join(forked_python())
 
 
 @pytest.hookimpl(wrapper=True)

@@ -113,12 +113,12 @@ def test_forked_worker_of_a_program_shows_its_mark(
     """Tests find the processes of a command by a variable in their environment."""
     program = tmp_path / "program.py"
     program.write_text(PROGRAM)
-    arguments, worker, mark, parent = run_program(python(), program)
+    arguments, server, mark, parent = run_program(python(), program)
     assert arguments == "['an argument']"
-    assert is_server(int(worker))
+    assert is_server(int(server))
     assert mark == "marked"
     is_fork = python is forked_workers.forked_python
-    assert is_server(int(parent)) == is_fork
+    assert (parent == server) == is_fork
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])

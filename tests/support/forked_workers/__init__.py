@@ -1,10 +1,11 @@
-"""Ray workers that are forked from a process with all imports done.
+"""Ray workers and test processes that are forked from a process with all imports done.
 
 A trainer rank or rollout worker spends 5 s of processor time on imports, more than it works in most
 tests. Therefore a local Ray of the tests starts ``ask_for_fork.py`` instead of its worker program.
 That program requests a fork from ``server.py``, and the fork continues as Ray's worker. All
-processes of pytest-xdist share a server. Workers of ``gptoss`` commands in tests start normally,
-unless the command starts with ``python_with_forks`` or ``forked_python``.
+processes of pytest-xdist share a server, and are its forks, too (``conftest.py``). Workers of
+``gptoss`` commands in tests start normally, unless the command starts with ``python_with_forks`` or
+``forked_python``.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import sys
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
+from glob import glob
 from pathlib import Path
 from threading import Thread
 from typing import Any
@@ -101,10 +103,11 @@ def offer_server() -> None:
 
 
 def _can_fork() -> bool:
-    """Return False if there are GPUs, because a process that has used CUDA cannot be forked."""
-    import torch
+    """Return False if there are GPUs, because a process that has used CUDA cannot be forked.
 
-    return not torch.cuda.is_available()
+    pytest's main process asks, too. It does not import torch.
+    """
+    return not glob("/dev/nvidia[0-9]*")
 
 
 def _ensure_server() -> None:

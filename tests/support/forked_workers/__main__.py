@@ -1,6 +1,6 @@
 """Runs a Python program like ``python``, but the Ray that it starts forks its workers.
 
-python -m tests.support.forked_workers [-c CODE | -m MODULE | FILE] ARGUMENT...
+python -m tests.support.forked_workers [-u] [-c CODE | -m MODULE | FILE] ARGUMENT...
 
 ``fork_program.py`` runs this file in a fork of the server.
 """
@@ -19,6 +19,8 @@ if __name__ == "__main__":
     from tests.support.forked_workers import forking_workers
 
     _, *sys.argv = sys.argv
+    if sys.argv[0] == "-u":  # an option of pytest-xdist, which flushes its streams anyway
+        _, *sys.argv = sys.argv
     try:
         with forking_workers():
             if sys.argv[0] == "-m":

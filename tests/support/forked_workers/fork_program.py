@@ -1,6 +1,6 @@
 """Runs a Python program in a fork of the server. The program's Ray forks its workers, too.
 
-    python fork_program.py [-c CODE | -m MODULE | FILE] ARGUMENT...
+    python fork_program.py [-u] [-c CODE | -m MODULE | FILE] ARGUMENT...
 
 The fork gets the signals that end this program, and its status becomes the status of this program.
 """

@@ -2,9 +2,9 @@
 
     python server.py LISTENING_DESCRIPTOR
 
-A fork continues as the client's program, usually Ray's worker, with the client's arguments,
-environment, directory and standard streams. It is killed if the client ends first, because Ray then
-wants the worker to end. A byte from the client is the number of a signal for the fork.
+A fork continues as the client's program, usually Ray's worker or a process of pytest-xdist, with the client's
+arguments, environment, directory and standard streams. It is killed if the client ends first, because Ray then wants
+the worker to end. A byte from the client is the number of a signal for the fork.
 """
 
 import ctypes
@@ -47,8 +47,12 @@ IMPORTED = (
     "msgpack",
     "requests",
     "transformers.models.gpt_oss.modeling_gpt_oss",
+    # Packages that the collection of tests imports.
+    "agents",
+    "mcp.server.mcpserver",
+    "reasoning_gym",
 )
-"""Slow imports of trainer ranks, rollout workers and local SGLang servers.
+"""Slow imports of trainer ranks, rollout workers, local SGLang servers and test processes.
 
 None of them imports Ray, which would read the settings in this process's environment. Every worker
 has its own settings.
