@@ -320,9 +320,8 @@ def choose_tokens(corpus: str) -> tuple[bytes, ...]:
             "directory"
         )
 
-    # A line of the file has a token in base64 and its rank, which is the line's number.
-    by_rank = [a2b_base64(token) for token in path.read_bytes().split()[::2]]
-    ranks = {token: rank for rank, token in enumerate(by_rank)}
+    ranks = _token_ranks(path)
+    by_rank = list(ranks)
 
     # A token arises only by merging two shorter ones, so include those as well, down to bytes.
     chosen = set(range(BYTES))
@@ -333,6 +332,14 @@ def choose_tokens(corpus: str) -> tuple[bytes, ...]:
             chosen.add(rank)
             waiting |= {ranks[part] for part in _last_merge(ranks, by_rank[rank])}
     return tuple(by_rank[rank] for rank in sorted(chosen))
+
+
+@lru_cache(maxsize=1)
+def _token_ranks(path: Path) -> dict[bytes, int]:
+    """Return the rank of each token in the vocabulary file, in the order of ranks."""
+    # A line of the file has a token in base64 and its rank, which is the line's number.
+    tokens = path.read_bytes().split()[::2]
+    return {a2b_base64(token): rank for rank, token in enumerate(tokens)}
 
 
 def byte_pair_tokenizer(tokens: Sequence[bytes]) -> "Tokenizer":

@@ -65,8 +65,10 @@ def main() -> None:
     with warnings.catch_warnings(action="ignore"):  # missing packages that need a GPU
         for module in IMPORTED:
             importlib.import_module(module)
-    # Every worker uses this encoding, nearly always from the same file.
-    sys.modules["rl_loop.harmony.vocabulary"].harmony_encoding()
+    # Most workers use this encoding and a tiny vocabulary, nearly always from the same file.
+    vocabulary = sys.modules["rl_loop.harmony.vocabulary"]
+    vocabulary.harmony_encoding()
+    vocabulary.choose_tokens("")
     # Forks then neither search the imported objects nor copy their memory pages.
     gc.collect()
     gc.freeze()
