@@ -12,6 +12,7 @@ import numpy as np
 
 from launch.plan import MEASURED_GPU
 from megatron_gptoss.config import ModelConfig
+from megatron_gptoss.planning.flops import MATMUL_CEILING
 from rl_loop.engines.sglang.gpu_memory import mxfp4_expert_bytes
 from rl_loop.engines.sglang.prefills import (
     GATHER_PASSES,
@@ -21,8 +22,6 @@ from rl_loop.engines.sglang.prefills import (
 
 BANDWIDTH = 4.8e12
 """Memory bandwidth of an H200 in bytes/s, from its data sheet."""
-ARITHMETIC = 790e12
-"""Matrix peak of an H200 in FLOP/s. Measured: up to 789e12 (docs/performance/training.md)."""
 READING_FACTOR = 1.12
 """Time of a decoding step per time to read its data."""
 ARITHMETIC_FACTOR = {False: 1.0, True: 1.5}
@@ -145,7 +144,7 @@ class ServerModel:
 
         # 2 bytes per weight in bf16, and 2 operations per weight and token.
         reading = (2 * (attention + output) + expert_bytes + cache) / BANDWIDTH
-        arithmetic = 2 * tokens * (attention + output + computed) / ARITHMETIC
+        arithmetic = 2 * tokens * (attention + output + computed) / MATMUL_CEILING
         layer = LAYER_SECONDS
         if self.tensor_parallel > 1:
             layer += TENSOR_PARALLEL_LAYER_SECONDS

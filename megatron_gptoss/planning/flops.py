@@ -4,10 +4,11 @@ from collections.abc import Iterable, Sequence
 
 from megatron_gptoss.config import ModelConfig
 
-MATMUL_CEILING = 780e12
-"""FLOP/s of a large bf16 matrix product on an H200, measured by ``matmul_ceiling``.
+MATMUL_CEILING = 790e12
+"""FLOP/s of a large bf16 matrix product on an H200.
 
-Predicted MFU is relative to it.
+``matmul_ceiling`` measures 763e12 to 789e12 (docs/performance/training.md). Predicted MFU is
+relative to this value, and predicted decoding steps use it.
 """
 
 
