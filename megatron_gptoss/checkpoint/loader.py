@@ -18,7 +18,7 @@ from megatron_gptoss.checkpoint.megatron_workarounds import (
 )
 from megatron_gptoss.checkpoint.pickled_metadata import METADATA_FILE, data_only, read_metadata
 from megatron_gptoss.checkpoint.state import (
-    EXPERT_OPTIMIZER_KEY,
+    HAS_EXPERT_OPTIMIZER,
     check_adapters,
     has_adapters,
     has_expert_optimizer,
@@ -113,7 +113,7 @@ def _load_trainer(path: Path, trainer: PolicyTrainer) -> dict[str, Any]:
     common = dist_checkpointing.load_common_state_dict(str(path))
     trainer.updated = "optimizer" in common
     if trainer.updated:
-        _check_same_optimizers(path, trainer, was_separate=common[EXPERT_OPTIMIZER_KEY])
+        _check_same_optimizers(path, trainer, was_separate=common[HAS_EXPERT_OPTIMIZER])
 
     wanted = trainer_state(trainer, is_loading=True)
     # The state of parameters is large, so it is loaded in parts, after everything else.

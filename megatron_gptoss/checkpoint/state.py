@@ -21,7 +21,7 @@ from megatron_gptoss.model import list_chunks
 from megatron_gptoss.trainer import PolicyTrainer
 from megatron_gptoss.untrusted_files import read_json
 
-EXPERT_OPTIMIZER_KEY = "experts_have_an_optimizer_of_their_own"
+HAS_EXPERT_OPTIMIZER = "has_expert_optimizer"
 """Key of a checkpoint for the result of ``has_expert_optimizer``."""
 
 

@@ -33,7 +33,7 @@ from megatron_gptoss.checkpoint.directory import (
 from megatron_gptoss.checkpoint.errors import CheckpointError
 from megatron_gptoss.checkpoint.megatron_workarounds import FAILURES, keep_results_in_this_process
 from megatron_gptoss.checkpoint.state import (
-    EXPERT_OPTIMIZER_KEY,
+    HAS_EXPERT_OPTIMIZER,
     describe_adapters,
     has_adapters,
     has_expert_optimizer,
@@ -191,7 +191,7 @@ class _PendingSave:
                 keep_results_in_this_process()
                 trainer.offloaded.wait()
                 state = trainer_state(trainer, is_loading=False)
-                state[EXPERT_OPTIMIZER_KEY] = has_expert_optimizer(trainer)
+                state[HAS_EXPERT_OPTIMIZER] = has_expert_optimizer(trainer)
                 request = dist_checkpointing.save(
                     state,
                     str(self.partial),
