@@ -29,14 +29,13 @@ from rl_loop.gateway.parameters import (
     ChoicesParameters,
     answer_schema,
     build_constraint,
-    checked_parameters,
     mapping,
     offered,
     parse_effort,
+    parse_functions,
+    parse_parameters,
     parse_text,
-    parse_tool,
     text_value,
-    validated,
 )
 from rl_loop.gateway.request import TurnRequest
 
@@ -72,7 +71,7 @@ class ChatCall:
         Raises:
             ApiError: the body is wrong. The message names the parameter.
         """
-        parameters = validated(ChatParameters, checked_parameters(body, CHAT_FIELDS))
+        parameters = parse_parameters(body, ChatParameters, CHAT_FIELDS)
         self.stream = parameters.stream
         self.request = _turn_request(parameters)
         self.requests: tuple[TurnRequest, ...] = (self.request,)
@@ -133,16 +132,7 @@ class ChatCall:
 
 def _turn_request(parameters: ChatParameters) -> TurnRequest:
     """Return the request for a turn. Raises ApiError."""
-    functions = []
-    for number, entry in enumerate(parameters.tools):
-        where = f"tools[{number}]"
-        tool = mapping(entry, where)
-        if tool.get("type") != "function":
-            raise invalid_request(f"{tool.get('type')!r} is not supported. Use functions", where)
-        functions.append(
-            parse_tool(mapping(tool.get("function"), f"{where}.function"), f"{where}.function")
-        )
-
+    functions = parse_functions(parameters.tools, nested="function")
     messages = []
     for number, entry in enumerate(parameters.messages):
         where = f"messages[{number}]"

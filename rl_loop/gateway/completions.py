@@ -18,8 +18,7 @@ from rl_loop.gateway.node import TokenUsage, TurnNode
 from rl_loop.gateway.parameters import (
     MAX_CHOICES,
     ChoicesParameters,
-    checked_parameters,
-    validated,
+    parse_parameters,
 )
 from rl_loop.gateway.raw_prompt import RawPrompt
 from rl_loop.gateway.request import TurnRequest
@@ -66,7 +65,7 @@ class CompletionCall:
         Raises:
             ApiError: the body is wrong. The message names the parameter.
         """
-        parameters = validated(CompletionParameters, checked_parameters(body, COMPLETION_FIELDS))
+        parameters = parse_parameters(body, CompletionParameters, COMPLETION_FIELDS)
         self.stream = parameters.stream
         self.choices = parameters.n
         prompts = _prompts(parameters.prompt)

@@ -103,16 +103,24 @@ def _count_calls(messages: Any) -> int:
     return sum(len(calls) for calls in lists if isinstance(calls, list))
 
 
-def checked_parameters(body: Any, rows: RequestFields) -> dict[str, Any]:
+def parse_parameters[Parameters: RequestParameters](
+    body: Any, kind: type[Parameters], rows: RequestFields
+) -> Parameters:
     """Return the parameters of a request that have an effect.
 
     Args:
         body: JSON of the request.
+        kind: parameters of the dialect.
         rows: fields of the dialect.
 
     Raises:
-        ApiError: a parameter is not supported. The message names it.
+        ApiError: a parameter is wrong or not supported. The message names it.
     """
+    return validated(kind, _checked_parameters(body, rows))
+
+
+def _checked_parameters(body: Any, rows: RequestFields) -> dict[str, Any]:
+    """Return the parameters that have an effect, with any values. Raises ApiError."""
     if not isinstance(body, dict):
         raise ApiError(400, "invalid_request", "the body must be a JSON object")
     # Counted before any entry is read, because all later work grows with these numbers.
@@ -208,7 +216,32 @@ def text_value(value: Any, where: str) -> str:
     return value
 
 
-def parse_tool(function: dict[str, Any], where: str) -> Tool:
+def parse_functions(tools: Sequence[Any], *, nested: str | None = None) -> list[Tool]:
+    """Return the functions of the parameter ``tools``.
+
+    Args:
+        tools: JSON of the parameter.
+        nested: key of an entry that contains the function. None if the entry does.
+
+    Raises:
+        ApiError: an entry is not a function, or its description is wrong.
+    """
+    functions = []
+    for number, entry in enumerate(tools):
+        where = f"tools[{number}]"
+        tool = mapping(entry, where)
+        # Hosted tools, such as web_search, run on OpenAI's servers. Nothing here could answer
+        # their calls.
+        if tool.get("type") != "function":
+            raise invalid_request(f"{tool.get('type')!r} is not supported. Use functions", where)
+        if nested is not None:
+            where = f"{where}.{nested}"
+            tool = mapping(tool.get(nested), where)
+        functions.append(_parse_function(tool, where))
+    return functions
+
+
+def _parse_function(function: dict[str, Any], where: str) -> Tool:
     """Return the tool of a function's description. Raises ApiError if the description is wrong."""
     name = text_value(function.get("name"), f"{where}.name")
     description = function.get("description") or ""

@@ -24,14 +24,13 @@ from rl_loop.gateway.parameters import (
     RequestParameters,
     answer_schema,
     build_constraint,
-    checked_parameters,
     mapping,
     offered,
     parse_effort,
+    parse_functions,
+    parse_parameters,
     parse_text,
-    parse_tool,
     text_value,
-    validated,
 )
 from rl_loop.gateway.request import TurnRequest
 from rl_loop.gateway.responses_stream import ID_PREFIX, ResponsesEvents, item_json
@@ -97,7 +96,7 @@ class ResponsesCall:
         Raises:
             ApiError: the body is wrong. The message names the parameter.
         """
-        parameters = validated(ResponsesParameters, checked_parameters(body, RESPONSES_FIELDS))
+        parameters = parse_parameters(body, ResponsesParameters, RESPONSES_FIELDS)
         self.stream = parameters.stream
         self.request = _turn_request(parameters)
         self.requests: tuple[TurnRequest, ...] = (self.request,)
@@ -169,15 +168,7 @@ class ResponsesCall:
 
 def _turn_request(parameters: ResponsesParameters) -> TurnRequest:
     """Return the request for a turn. Raises ApiError."""
-    functions = []
-    for number, entry in enumerate(parameters.tools):
-        where = f"tools[{number}]"
-        tool = mapping(entry, where)
-        # Hosted tools, such as web_search, run on OpenAI's servers. Nothing here could answer
-        # their calls.
-        if tool.get("type") != "function":
-            raise invalid_request(f"{tool.get('type')!r} is not supported. Use functions", where)
-        functions.append(parse_tool(tool, where))
+    functions = parse_functions(parameters.tools)
     tools = offered(functions, _tool_choice(parameters.tool_choice))
     schema = answer_schema(parameters.text.format, "text.format")
 
