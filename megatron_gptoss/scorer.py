@@ -13,12 +13,8 @@ from torch import Tensor
 
 from megatron_gptoss.context_parallel.token_order import inverse_order
 from megatron_gptoss.layers.adapted_vocabulary import AdaptedHead
-from megatron_gptoss.log_probs import (
-    gather_hidden_states,
-    greedy_tokens,
-    log_probs_and_entropy,
-    top_log_probs,
-)
+from megatron_gptoss.likely_tokens import greedy_tokens, top_log_probs
+from megatron_gptoss.log_probs import gather_hidden_states, log_probs_and_entropy
 from megatron_gptoss.model import list_chunks
 from megatron_gptoss.packed_sequence import PackedSequence
 from megatron_gptoss.packing import PackedBatch

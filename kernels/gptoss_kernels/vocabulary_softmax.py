@@ -1,7 +1,7 @@
 """Triton kernels for log-probs and entropy over blocks of the vocabulary, and their gradient.
 
 Both kernels read a block [tokens, columns] of fp32 logits once. They are the CUDA version of the
-steps in ``megatron_gptoss.log_probs``, which defines the quantities.
+steps in ``megatron_gptoss.logit_blocks``. ``megatron_gptoss.log_probs`` defines the quantities.
 """
 
 # Triton interprets the annotations of a kernel's parameters, so kernels have none.

@@ -3,14 +3,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron_gptoss import distributed, log_probs
+from megatron_gptoss import distributed, likely_tokens, log_probs, logit_blocks
 from megatron_gptoss.config import ParallelConfig
-from megatron_gptoss.log_probs import (
-    greedy_tokens,
-    log_probs_and_entropy,
-    log_probs_with_candidates,
-    top_log_probs,
-)
+from megatron_gptoss.likely_tokens import greedy_tokens, top_log_probs
+from megatron_gptoss.log_probs import log_probs_and_entropy, log_probs_with_candidates
 from tests.support.distributed import free_port, run_distributed
 from tests.support.megatron_gptoss.allocations import Allocations
 from tests.support.tolerances import assert_within, log_prob_error, product_error
@@ -23,8 +19,9 @@ TEMPERATURE = 0.7
 
 @pytest.fixture(autouse=True)
 def several_uneven_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(log_probs, "CHUNK_TOKENS", 20)
-    monkeypatch.setattr(log_probs, "CHUNK_COLUMNS", 140)
+    for module in (log_probs, likely_tokens):
+        monkeypatch.setattr(module, "CHUNK_TOKENS", 20)
+    monkeypatch.setattr(logit_blocks, "CHUNK_COLUMNS", 140)
 
 
 def inputs() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -147,7 +144,7 @@ def test_weight_gradient_is_added_once_per_backward_pass() -> None:
 
 def test_no_pass_holds_the_logits_of_all_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(log_probs, "CHUNK_TOKENS", 64)
-    monkeypatch.setattr(log_probs, "CHUNK_COLUMNS", 1024)
+    monkeypatch.setattr(logit_blocks, "CHUNK_COLUMNS", 1024)
     tokens = 2048
     vocab = 16_384
     hidden = torch.randn(tokens, HIDDEN, requires_grad=True)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from gptoss_kernels import rotary, swiglu, vocabulary_softmax
-from megatron_gptoss import log_probs
+from megatron_gptoss import logit_blocks
 from megatron_gptoss.layers.rotary import apply_rotary
 
 TOKENS, COLUMNS, FIRST, TEMPERATURE = 7, 90, 40, 0.7
@@ -46,14 +46,14 @@ def check_vocabulary_softmax() -> None:
     empty[0] = -torch.inf
     got, want = empty.clone(), empty.clone()
     vocabulary_softmax.accumulate_statistics(logits, strided(labels), got, FIRST, TEMPERATURE)
-    log_probs._accumulate(logits, labels, want, FIRST, TEMPERATURE)
+    logit_blocks.add_to_statistics(logits, labels, want, FIRST, TEMPERATURE)
     torch.testing.assert_close(got, want)
 
     row_statistics = torch.rand(4, TOKENS) + 4
     got_gradient, want_gradient = torch.empty_like(logits), torch.empty_like(logits)
     rest = (row_statistics, FIRST, TEMPERATURE)
     vocabulary_softmax.logit_gradient(logits, strided(labels), *rest, got_gradient)
-    log_probs._logit_gradient(logits, labels, *rest, want_gradient)
+    logit_blocks._logit_gradient(logits, labels, *rest, want_gradient)
     torch.testing.assert_close(got_gradient, want_gradient)
 
 
