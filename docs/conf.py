@@ -29,6 +29,7 @@ NAVIGATION: dict[str, list[str]] = {
     ],
     "Train": [
         "running",
+        "resuming",
         "launching",
         "viewer",
         "hyperparameters",
