@@ -16,7 +16,8 @@ from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM
 
 from benchmarks.learning import healed_model
-from converters.upcycle import UpcycleOptions, upcycle
+from converters.upcycling.architecture import UpcycleOptions
+from converters.upcycling.convert import upcycle
 from rl_loop.config.load import load_config
 from rl_loop.config.run import SftConfig
 from tests.support.converters.dense_models import save_dense

@@ -228,13 +228,13 @@ def convert_upcycle(
     Every expert is a copy of the dense MLP (sparse upcycling). Prints what the clamps, windows and
     sinks of GPT-OSS change, in nats per token.
     """
-    from converters.upcycle import (
+    from converters.upcycling.architecture import UpcycleOptions
+    from converters.upcycling.calibration_text import (
         CALIBRATION_TEXT,
-        UpcycleOptions,
         calibration_tokens,
         read_calibration_text,
-        upcycle,
     )
+    from converters.upcycling.convert import upcycle
     from megatron_gptoss.config.precision import torch_dtype
 
     # Read text and tokenizer first, because the measurement takes minutes.

@@ -17,7 +17,9 @@ import torch
 from safetensors.torch import load_file
 from typer.testing import CliRunner
 
-from converters.upcycle import UpcycleOptions, calibration_tokens, upcycle
+from converters.upcycling.architecture import UpcycleOptions
+from converters.upcycling.calibration_text import calibration_tokens
+from converters.upcycling.convert import upcycle
 from launch.cli import app
 from rl_loop.chatml.codec import ChatMl
 from rl_loop.config.load import load_config, load_served_config

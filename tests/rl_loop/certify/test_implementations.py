@@ -15,7 +15,8 @@ import torch
 from typer.testing import CliRunner
 
 from converters.errors import ConversionError
-from converters.upcycle import UpcycleOptions, upcycle
+from converters.upcycling.architecture import UpcycleOptions
+from converters.upcycling.convert import upcycle
 from launch.cli import app
 from megatron_gptoss import host_memory
 from rl_loop.certify.harmony_tokens import QUOTING, describe_difference, expected_ids

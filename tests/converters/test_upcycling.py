@@ -17,15 +17,11 @@ from converters.families.registry import hugging_face_reference
 from converters.hf_directory import HfDirectory
 from converters.reference.layouts import build_getter
 from converters.reference.rotary import rotary_frequencies
-from converters.upcycle import (
-    UpcycleOptions,
-    calibration_tokens,
-    measure,
-    read_calibration_text,
-    upcycle,
-    upcycled_config,
-    upcycled_tensors,
-)
+from converters.upcycling.architecture import UpcycleOptions, upcycled_config
+from converters.upcycling.calibration import measure
+from converters.upcycling.calibration_text import calibration_tokens, read_calibration_text
+from converters.upcycling.convert import upcycle
+from converters.upcycling.weights import upcycled_tensors
 from megatron_gptoss.families.dense.config import DenseModelConfig
 from megatron_gptoss.layers.rotary import inverse_frequencies
 from rl_loop.chat.tokenizer_vocabulary import read_vocabulary
