@@ -13,6 +13,8 @@ IM_END = "<|im_end|>"
 END_OF_TEXT = "<|endoftext|>"
 TOOL_CALL = "<tool_call>"
 TOOL_CALL_END = "</tool_call>"
+CALL_MARKUP = re.compile(f"({re.escape(TOOL_CALL)}|{re.escape(TOOL_CALL_END)})")
+"""The group keeps the markup among the parts of a split."""
 
 TINY_MARKUP = (END_OF_TEXT, IM_START, IM_END, TOOL_CALL, TOOL_CALL_END)
 """Added tokens of a tiny vocabulary. Qwen2.5 has these and more."""

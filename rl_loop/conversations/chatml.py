@@ -16,8 +16,9 @@ from typing import Any
 from rl_loop.chat.messages import FormatError
 from rl_loop.chat.open_calls import Numbered
 from rl_loop.chat.tools import Tool
-from rl_loop.chatml.codec import ChatMl, call_recipient
+from rl_loop.chatml.codec import ChatMl
 from rl_loop.chatml.conversation import ChatMessage, chat_message
+from rl_loop.chatml.functions import call_recipient
 from rl_loop.chatml.vocabulary import TOOL_CALL, TOOL_CALL_END
 from rl_loop.conversations.config import Format
 from rl_loop.conversations.conversation import (
