@@ -350,13 +350,13 @@ def run_value(
 def server_urls(session: RlSession) -> tuple[list[str], str | None]:
     """Return the addresses of the SGLang servers (empty for other engines) and their API key."""
     from rl_loop.engines.sglang.backend import SglangBackend
-    from rl_loop.engines.sglang.fleet import statuses
+    from rl_loop.engines.sglang.server_actors import statuses
 
     backend = session.rollouts.backend
     if not isinstance(backend, SglangBackend):
         return [], None
-    known = asyncio.run(statuses(backend.fleet.actors))
-    return [status.url for status in known], backend.fleet.api_key
+    known = asyncio.run(statuses(backend.servers.actors))
+    return [status.url for status in known], backend.servers.api_key
 
 
 @contextmanager

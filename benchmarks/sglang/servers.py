@@ -15,8 +15,8 @@ from megatron_gptoss.config import AdapterConfig, Quantization
 from megatron_gptoss.families.gpt_oss.config import GptOssModelConfig
 from rl_loop.engines.sglang.config import SglangConfig
 from rl_loop.engines.sglang.engine import SglangEngine
-from rl_loop.engines.sglang.fleet import adapter_environment
 from rl_loop.engines.sglang.server import ServerState, ServerStatus, SglangServer
+from rl_loop.engines.sglang.server_actors import adapter_environment
 
 PATCHES = "GPTOSS_SGLANG_PATCHES"
 """Environment variable with the plugin's patches of a server, separated by commas."""

@@ -14,7 +14,8 @@ from rl_loop.engines.backend import (
 )
 from rl_loop.engines.protocol import RolloutEngine
 from rl_loop.engines.sglang.config import SglangConfig
-from rl_loop.engines.sglang.fleet import SglangFleet, statuses
+from rl_loop.engines.sglang.fleet import SglangFleet
+from rl_loop.engines.sglang.server_actors import ServerActors, statuses
 from rl_loop.weight_sync.source import WeightSource
 
 
@@ -25,23 +26,24 @@ class SglangBackend(RolloutBackend):
 
     def __init__(self, settings: SglangConfig, context: BackendContext) -> None:
         super().__init__(settings, context)
-        self.fleet = SglangFleet(settings, context)
+        self.servers = ServerActors(settings, context)
+        self.fleet = SglangFleet(self.servers, settings, context)
 
     def engine_factory(self) -> EngineFactory:
         return partial(
             connect_engine,
             # Actors instead of addresses, because a restarted server has another address.
-            servers=self.fleet.actors,
+            servers=self.servers.actors,
             model=self.context.model,
             wait_seconds=self.settings.start_seconds,
-            api_key=self.fleet.api_key,
+            api_key=self.servers.api_key,
             # Servers compute a prompt in other batches, so some of its experts may differ.
             keep_groups=self.context.routed_experts and self.context.shares_prefixes,
         )
 
     def start(self, workers: EngineWorkers) -> None:
         super().start(workers)
-        self.fleet.ready()
+        self.servers.ready()
 
     def sync_weights(self, source: WeightSource, version: int) -> None:
         assert self.workers is not None
@@ -66,10 +68,10 @@ class SglangBackend(RolloutBackend):
         return self.fleet.updating_weights(version)
 
     def engine_settings(self, names: Sequence[str]) -> dict[str, Any]:
-        return self.fleet.settings(names)
+        return self.servers.settings(names)
 
     def close(self) -> None:
-        self.fleet.close()
+        self.servers.close()
 
 
 def connect_engine(

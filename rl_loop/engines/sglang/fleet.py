@@ -1,4 +1,4 @@
-"""The SGLang servers of a run, as Ray actors: start, weight syncs, scores and pauses.
+"""The SGLang servers of a run: weight syncs, scores and pauses.
 
 If a sync fails, none of its servers serves. They are killed, restart with random weights as UNSYNCED,
 and are synced again.
@@ -10,43 +10,31 @@ sync.
 
 import asyncio
 import itertools
-import json
 import logging
 import math
-import secrets
 import time
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from threading import Lock
 from typing import Any
 from urllib.parse import urlsplit
 
-import ray
-
-from megatron_gptoss.config import AdapterConfig, ModelConfig
-from rl_loop.cluster.actor_deaths import ACTOR_DEATHS
-from rl_loop.cluster.placement import ENGINE_SERVER, placement_options
 from rl_loop.cluster.ray_session import LOOPBACK, local_directory
 from rl_loop.engines.backend import BackendContext, EngineUnavailableError
 from rl_loop.engines.sglang.client import RequestRejectedError, ServerError, SglangClient
 from rl_loop.engines.sglang.config import SglangConfig
 from rl_loop.engines.sglang.engine import score_on
-from rl_loop.engines.sglang.gpu_memory import memory_fault
-from rl_loop.engines.sglang.server import ServerState, ServerStatus, SglangServer
+from rl_loop.engines.sglang.server import ServerState, ServerStatus
+from rl_loop.engines.sglang.server_actors import ServerActors, statuses
 from rl_loop.engines.sglang.weight_endpoints import SglangSender
 from rl_loop.infrastructure import describe
-from rl_loop.logs import with_logging
 from rl_loop.weight_sync.canary import SAME_WEIGHTS, Canary, exceeds
 from rl_loop.weight_sync.servers import SyncPlan, TransportName
 from rl_loop.weight_sync.source import SyncError, WeightSource
 
 logger = logging.getLogger(__name__)
-
-LOG_INTERVAL_SECONDS = 30.0
-"""Seconds between two log lines about servers that are not ready."""
 
 MAX_SYNCS = 3
 """Attempts to bring the servers to one version. Failed servers are restarted between attempts."""
@@ -62,14 +50,6 @@ MIN_VERSIONS_BETWEEN_COMPARISONS = 7
 DISK_TIMEOUT_FACTOR = 15
 """Factor between the time limit for reading all weights from a disk and that for one bucket."""
 
-KEY_BYTES = 32
-
-EXPERT_ADAPTER = "GPTOSS_EXPERT_ADAPTER"
-"""Environment variable of servers: rank and scale of unmerged adapters (``gptoss_adapted_moe`` of the plugin)."""
-
-ANSWER_SECONDS = 60.0
-"""Seconds within which an actor must respond. Its methods return at once."""
-
 
 @dataclass(frozen=True)
 class CurrentWeights:
@@ -77,21 +57,6 @@ class CurrentWeights:
 
     source: WeightSource
     version: int
-
-
-async def statuses(actors: list[Any]) -> list[ServerStatus]:
-    """Return the status of all servers. A server whose actor is restarting counts as dead."""
-    answers = await asyncio.gather(
-        *(actor.status.remote() for actor in actors), return_exceptions=True
-    )
-
-    known = []
-    for answer in answers:
-        if isinstance(answer, ServerStatus):
-            known.append(answer)
-        else:
-            known.append(ServerStatus("", ServerState.DEAD, fault=describe(answer)))
-    return known
 
 
 def comparison_interval(num_layers: int) -> int:
@@ -112,21 +77,20 @@ def comparison_interval(num_layers: int) -> int:
 
 
 class SglangFleet:
-    """The ``servers`` of an SglangConfig.
+    """The weights of the ``servers`` of an SglangConfig.
 
     Methods block and must not overlap. Only ``recover_engines`` may overlap others: rollouts that
     overlap training call it in their thread.
     """
 
-    def __init__(self, settings: SglangConfig, context: BackendContext) -> None:
-        """Create the actors. Their servers start with the first status request (``ready``)."""
+    def __init__(
+        self, servers: ServerActors, settings: SglangConfig, context: BackendContext
+    ) -> None:
+        self.servers = servers
         self._settings = settings
         self._model = context.model
         self._adapter = context.adapter
         self._directory = context.directory
-        self.api_key = secrets.token_hex(KEY_BYTES)
-        """Key of all servers. Without it a server serves only health checks."""
-        self.actors = self._create_actors(context)
 
         # Weights for restarted servers. None while there are none to send.
         self._current: CurrentWeights | None = None
@@ -140,113 +104,6 @@ class SglangFleet:
 
         # Locked while the trainer updates the weights that ``recover_engines`` would send.
         self._updating = Lock()
-
-    def _create_actors(self, context: BackendContext) -> list[Any]:
-        settings = self._settings
-        self._directory.mkdir(parents=True, exist_ok=True)
-        architecture = settings.describe_model(context.model, context.dtype)
-        # Servers read the architecture from this directory, but no weights.
-        (self._directory / "config.json").write_text(json.dumps(architecture, indent=2))
-
-        # A cluster without GPUs (tests, SGLang on CPUs) has none to reserve. The ranks of the
-        # trainer have reserved the GPUs of colocated servers.
-        has_gpus = (
-            ray.cluster_resources().get("GPU", 0) >= settings.servers * settings.tensor_parallel
-        )
-        gpus = settings.tensor_parallel if has_gpus and not settings.colocated else 0
-        # Ray restarts an actor without limit. The actor itself counts failed starts of its server.
-        actor_class = ray.remote(num_cpus=0, num_gpus=gpus, max_restarts=-1)(
-            with_logging(SglangServer)
-        )
-
-        actors = []
-        for index in range(settings.servers):
-            command = settings.command(
-                index,
-                self._directory,
-                context.dtype,
-                routed_experts=context.routed_experts,
-                seed=context.seed,
-                adapter=context.adapter,
-            )
-            actor = actor_class.options(**placement_options(ENGINE_SERVER, index)).remote(
-                command,
-                settings.environment | adapter_environment(context.model, context.adapter),
-                self._directory / f"server_{index}.log",
-                start_seconds=settings.start_seconds,
-                memory_fault=partial(memory_fault, fraction=settings.memory_fraction),
-                api_key=self.api_key,
-            )
-            actors.append(actor)
-        return actors
-
-    # -- servers ----------------------------------------------------------------------------------
-
-    def ready(self) -> None:
-        """Wait until every server is healthy.
-
-        Raises:
-            EngineUnavailableError: if a server cannot start. The message gives a remedy, or quotes the
-                end of the server's log.
-        """
-        self._healthy(wait_for=(ServerState.DEAD, ServerState.STARTING))
-
-    def _healthy(self, wait_for: Sequence[ServerState] = ()) -> dict[Any, ServerStatus]:
-        """Wait for servers and return the healthy ones, at least one, by actor.
-
-        Logs the number of ready servers every ``LOG_INTERVAL_SECONDS``.
-
-        Args:
-            wait_for: states of servers to wait for.
-
-        Raises:
-            EngineUnavailableError: if a server was given up that is waited for, or none is healthy and
-                one was given up.
-        """
-        began = last_log = time.monotonic()
-        while True:
-            known = dict(zip(self.actors, asyncio.run(statuses(self.actors)), strict=True))
-            healthy = {actor: status for actor, status in known.items() if status.healthy}
-            awaited = [status for status in known.values() if status.state in wait_for]
-
-            for status in known.values():
-                is_missed = status in awaited or not healthy
-                if status.given_up and is_missed:
-                    raise EngineUnavailableError(f"an SGLang server does not start: {status.fault}")
-            if healthy and not awaited:
-                return healthy
-
-            now = time.monotonic()
-            if now - last_log >= LOG_INTERVAL_SECONDS:
-                logger.info(
-                    "waiting for SGLang servers: %d of %d are ready after %.0f s; their output "
-                    "is in %s",
-                    len(healthy), len(known), now - began, self._directory / "server_*.log",
-                )  # fmt: skip
-                last_log = now
-            time.sleep(0.2)
-
-    def _synced(self) -> dict[Any, ServerStatus]:
-        return {
-            actor: status
-            for actor, status in self._healthy().items()
-            if status.state is ServerState.SYNCED
-        }
-
-    def settings(self, names: Sequence[str]) -> dict[str, Any]:
-        """Return the named settings as the first healthy server reports them in /server_info.
-
-        Unknown names are left out. "engine" names the server.
-        """
-        url = next(iter(self._healthy().values())).url
-        (info,) = self._at_all((url,), lambda client: client.call("/server_info", seconds=60))
-        return {"engine": f"SGLang at {url}"} | {name: info[name] for name in names if name in info}
-
-    def close(self) -> None:
-        for actor in self.actors:
-            # ``stop`` kills all processes of the server. ``ray.kill`` alone could leave some.
-            _ask(actor.stop.remote())
-            ray.kill(actor)
 
     # -- weights ----------------------------------------------------------------------------------
 
@@ -265,9 +122,9 @@ class SglangFleet:
             # Servers restart only with the memory that the trainer has released.
             if self._settings.colocated:
                 source.release_memory()
-                self._ask_all("allow_starts")
+                self.servers.call_all("allow_starts")
             try:
-                self._sync_to_current(self._healthy())
+                self._sync_to_current(self.servers.healthy())
                 return
             except SyncError as failure:
                 if attempt + 1 == MAX_SYNCS:
@@ -289,7 +146,7 @@ class SglangFleet:
         if self._current is None or not self._updating.acquire(blocking=False):
             return
         try:
-            healthy = self._healthy()
+            healthy = self.servers.healthy()
             unsynced = {
                 actor: status
                 for actor, status in healthy.items()
@@ -324,7 +181,7 @@ class SglangFleet:
         """Sync ``servers``. Afterwards they serve, or are killed if the sync failed."""
         assert self._current is not None
         version = self._current.version
-        taking_part = self._begin_syncs(servers)
+        taking_part = self.servers.begin_syncs(servers)
         reached: int | None = None  # None: the weights of the servers are unknown
         try:
             if not taking_part:
@@ -336,16 +193,7 @@ class SglangFleet:
             raise SyncError(f"weights {version} did not reach all servers: {failure}") from failure
         finally:
             for actor, status in taking_part.items():
-                _ask(actor.end_sync.remote(status.incarnation, reached))
-
-    @staticmethod
-    def _begin_syncs(servers: dict[Any, ServerStatus]) -> dict[Any, ServerStatus]:
-        """Take ``servers`` out of service. Return those whose process has not changed."""
-        begun = {}
-        for actor, status in servers.items():
-            if _ask(actor.begin_sync.remote(status.incarnation)):
-                begun[actor] = status
-        return begun
+                self.servers.end_sync(actor, status, reached)
 
     def _send_to(self, servers: dict[Any, ServerStatus], version: int) -> None:
         incarnations = {status.incarnation for status in servers.values()}
@@ -406,7 +254,7 @@ class SglangFleet:
                 mxfp4_experts=self._settings.has_mxfp4_experts,
                 adapter=self._adapter,
                 adapters_only=adapters_only,
-                api_key=self.api_key,
+                api_key=self.servers.api_key,
             )
             for rank, its_urls in urls.items()
         }
@@ -425,7 +273,7 @@ class SglangFleet:
         """
         settings = self._settings
         if settings.colocated and settings.weight_sync in ("cuda_ipc", "shared_memory"):
-            return self.actors.index(actor) * settings.tensor_parallel
+            return self.servers.actors.index(actor) * settings.tensor_parallel
         return 0
 
     @property
@@ -440,7 +288,7 @@ class SglangFleet:
             WeightMismatchError: if a server holds other weights. The message names the first tensor.
         """
         if self._current is not None:
-            self._send(self._synced(), compare=True, transport="none")
+            self._send(self.servers.synced(), compare=True, transport="none")
 
     # -- scores -----------------------------------------------------------------------------------
 
@@ -468,13 +316,13 @@ class SglangFleet:
 
         # Servers may end, or lose a connection, while they score.
         for attempt in range(MAX_SCORINGS):
-            synced = self._synced()
+            synced = self.servers.synced()
             if not synced and self._current is not None:
                 # All servers have ended since the sync. Restarted servers have no weights yet.
                 self.sync(self._current.source, self._current.version)
-                synced = self._synced()
+                synced = self.servers.synced()
 
-            answers = self._at_all(tuple(status.url for status in synced.values()), score)
+            answers = self.servers.at_all(tuple(status.url for status in synced.values()), score)
             failures = [answer for answer in answers if isinstance(answer, ServerError)]
             scores = [answer for answer in answers if not isinstance(answer, ServerError)]
             if scores and not failures:
@@ -493,7 +341,7 @@ class SglangFleet:
         if canary is None:
             return
 
-        scored = self._at_all(urls, lambda client: score_on(client, canary.token_ids))
+        scored = self.servers.at_all(urls, lambda client: score_on(client, canary.token_ids))
         for url, log_probs in zip(urls, scored, strict=True):
             gap = canary.gap(log_probs)
             if exceeds(gap, SAME_WEIGHTS):
@@ -514,18 +362,20 @@ class SglangFleet:
         # A server that restarts from here on must get the next version, and must not start before
         # the trainer has left the GPU.
         self._current = None
-        self._ask_all("block_starts")
+        self.servers.call_all("block_starts")
 
-        known = zip(self.actors, asyncio.run(statuses(self.actors)), strict=True)
-        servers = self._begin_syncs({actor: status for actor, status in known if status.healthy})
+        known = zip(self.servers.actors, asyncio.run(statuses(self.servers.actors)), strict=True)
+        servers = self.servers.begin_syncs(
+            {actor: status for actor, status in known if status.healthy}
+        )
         urls = tuple(status.url for status in servers.values())
-        failures = self._at_all(urls, self._put_to_sleep)
+        failures = self.servers.at_all(urls, self._put_to_sleep)
         for (actor, status), failure in zip(servers.items(), failures, strict=True):
             if failure is None:
                 self._paused.add(status.incarnation)
             else:
                 logger.warning("an SGLang server could not be paused and is killed: %s", failure)
-                _ask(actor.end_sync.remote(status.incarnation, None))
+                self.servers.end_sync(actor, status, None)
 
     async def _put_to_sleep(self, client: SglangClient) -> str | None:
         """Free a server's memory. Return the error, None if there was none."""
@@ -540,50 +390,6 @@ class SglangFleet:
             return str(failure)
         return None
 
-    def _ask_all(self, method: str) -> None:
-        """Call a method of every server's actor."""
-        for reference in [getattr(actor, method).remote() for actor in self.actors]:
-            _ask(reference)
-
     def _change_memory(self, urls: tuple[str, ...], path: str, tags: list[str]) -> None:
         seconds = self._settings.sync_seconds
-        self._at_all(urls, lambda client: client.call(path, {"tags": tags}, seconds=seconds))
-
-    def _at_all[T](
-        self, urls: tuple[str, ...], call: Callable[[SglangClient], Awaitable[T]]
-    ) -> list[T]:
-        """Make one call at every server, in parallel."""
-
-        async def call_one(url: str) -> T:
-            # A client belongs to its event loop, and every ``asyncio.run`` creates another one.
-            client = SglangClient(url, api_key=self.api_key)
-            try:
-                return await call(client)
-            finally:
-                await client.close()
-
-        async def call_all() -> list[T]:
-            return list(await asyncio.gather(*map(call_one, urls)))
-
-        return asyncio.run(call_all())
-
-
-def adapter_environment(model: ModelConfig, adapter: AdapterConfig | None) -> dict[str, str]:
-    """Return the environment variables of servers that add expert adapters without merging.
-
-    Args:
-        model: configuration of the model.
-        adapter: settings of the adapters. None for servers without them.
-    """
-    if adapter is None:
-        return {}
-    rank = adapter.rank_of_experts(model)
-    return {EXPERT_ADAPTER: json.dumps({"rank": rank, "scale": adapter.alpha / rank})}
-
-
-def _ask(reference: Any) -> Any:
-    """Return the result of an actor's method. None if the actor died or did not respond."""
-    try:
-        return ray.get(reference, timeout=ANSWER_SECONDS)
-    except (*ACTOR_DEATHS, TimeoutError):
-        return None
+        self.servers.at_all(urls, lambda client: client.call(path, {"tags": tags}, seconds=seconds))

@@ -85,10 +85,10 @@ def test_refused_settings_are_allowed_without_sharing() -> None:
 def test_servers_keep_groups_if_prompts_need_equal_experts(
     monkeypatch: pytest.MonkeyPatch, sharing: str, replay: str
 ) -> None:
-    def fleet(*args: object) -> SimpleNamespace:
+    def actors(*args: object) -> SimpleNamespace:
         return SimpleNamespace(actors=[], api_key="")
 
-    monkeypatch.setattr(backend, "SglangFleet", fleet)
+    monkeypatch.setattr(backend, "ServerActors", actors)
     config = rl(
         "rollout.engine={type: sglang}",
         f"training.share_prefixes={sharing}",

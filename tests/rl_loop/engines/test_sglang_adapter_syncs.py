@@ -14,8 +14,9 @@ from megatron_gptoss.config import AdapterConfig
 from megatron_gptoss.families.gpt_oss.config import GptOssModelConfig
 from rl_loop.engines.backend import BackendContext
 from rl_loop.engines.sglang.config import SglangConfig
-from rl_loop.engines.sglang.fleet import CurrentWeights, SglangFleet, adapter_environment
+from rl_loop.engines.sglang.fleet import CurrentWeights, SglangFleet
 from rl_loop.engines.sglang.gpu_memory import ServerNeeds
+from rl_loop.engines.sglang.server_actors import adapter_environment
 from rl_loop.engines.sglang.weight_endpoints import SglangSender
 
 MODEL_20B = GptOssModelConfig(num_layers=24, num_experts=32)
@@ -33,12 +34,10 @@ class Fleet(SglangFleet):
         self, settings: SglangConfig, directory: Path, adapter: AdapterConfig | None
     ) -> None:
         context = BackendContext(MODEL_20B, "bf16", 0, directory, adapter=adapter)
-        super().__init__(settings, context)
+        servers: Any = SimpleNamespace(actors=["server"], api_key="key")
+        super().__init__(servers, settings, context)
         self.senders: list[SglangSender] = []
         self.tags: list[tuple[str, list[str]]] = []
-
-    def _create_actors(self, context: BackendContext) -> list[Any]:
-        return ["server"]
 
     def _change_memory(self, urls: tuple[str, ...], path: str, tags: list[str]) -> None:
         self.tags.append((path, tags))

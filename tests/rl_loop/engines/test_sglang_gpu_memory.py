@@ -174,12 +174,11 @@ def test_20b_mxfp4_sync_needs_fewer_requests_with_large_buckets(
 def test_sync_sends_the_number_of_buckets_in_the_plan(
     quantization: Literal["mxfp4"] | None,
     expected: int,
-    monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
 ) -> None:
-    monkeypatch.setattr(SglangFleet, "_create_actors", lambda self, context: ["server"])
     settings = SglangConfig(quantization=quantization)
-    fleet = SglangFleet(settings, BackendContext(MODEL_20B, "bf16", 0, tmp_path))
+    servers: Any = SimpleNamespace(actors=["server"], api_key="key")
+    fleet = SglangFleet(servers, settings, BackendContext(MODEL_20B, "bf16", 0, tmp_path))
 
     senders: list[SglangSender] = []
     fleet._current = CurrentWeights(SimpleNamespace(send_weights=senders.append), 3)

@@ -30,10 +30,11 @@ from rl_loop.config.load import load_config
 from rl_loop.config.run import RlConfig
 from rl_loop.engines.backend import BackendContext
 from rl_loop.engines.protocol import GenerateRequest, SamplingParams
-from rl_loop.engines.sglang import fleet as fleet_module
+from rl_loop.engines.sglang import server_actors
 from rl_loop.engines.sglang.engine import SglangEngine
-from rl_loop.engines.sglang.fleet import CurrentWeights, SglangFleet, statuses
+from rl_loop.engines.sglang.fleet import CurrentWeights, SglangFleet
 from rl_loop.engines.sglang.server import ServerState, ServerStatus
+from rl_loop.engines.sglang.server_actors import ServerActors, statuses
 from rl_loop.engines.sglang.server_hash import gpu_hash
 from rl_loop.engines.sglang.server_layout import SglangLayout, sampled_parameters
 from rl_loop.engines.sglang.weight_endpoints import SglangSender, send_weights
@@ -319,12 +320,12 @@ def test_wait_for_servers_logs_the_ready_count_and_log_paths(
         seconds += waited
 
     clock = SimpleNamespace(monotonic=lambda: seconds, sleep=sleep)
-    monkeypatch.setattr(fleet_module, "statuses", known)
-    monkeypatch.setattr(fleet_module, "time", clock)
-    servers = object.__new__(SglangFleet)
+    monkeypatch.setattr(server_actors, "statuses", known)
+    monkeypatch.setattr(server_actors, "time", clock)
+    servers = object.__new__(ServerActors)
     servers.actors = ["a", "b"]
     servers._directory = tmp_path
-    with caplog.at_level("INFO", logger=fleet_module.__name__):
+    with caplog.at_level("INFO", logger=server_actors.__name__):
         servers.ready()
     assert caplog.messages == [
         f"waiting for SGLang servers: 1 of 2 are ready after {after} s; their output is in "
@@ -398,18 +399,20 @@ def config(tmp_path: Path, one_ray: None) -> RlConfig:
 @pytest.fixture
 def fleet(config: RlConfig) -> Iterator[SglangFleet]:
     context = BackendContext(config.model, config.dtype, config.seed, config.directory / "engine")
-    servers = SglangFleet(config.rollout.engine, context)
-    yield servers
+    servers = ServerActors(config.rollout.engine, context)
+    yield SglangFleet(servers, config.rollout.engine, context)
     servers.close()
 
 
 def states(fleet: SglangFleet) -> list[tuple[ServerState, int | None]]:
-    return [(status.state, status.version) for status in asyncio.run(statuses(fleet.actors))]
+    return [
+        (status.state, status.version) for status in asyncio.run(statuses(fleet.servers.actors))
+    ]
 
 
 def kill_first_server(fleet: SglangFleet) -> None:
     os.kill(
-        ray.get(fleet.actors[0].__ray_call__.remote(lambda server: server._process.pid)),
+        ray.get(fleet.servers.actors[0].__ray_call__.remote(lambda server: server._process.pid)),
         signal.SIGKILL,
     )
 
@@ -417,7 +420,7 @@ def kill_first_server(fleet: SglangFleet) -> None:
 def test_killed_server_serves_again_after_it_gets_the_weights(
     fleet: SglangFleet,
 ) -> None:
-    fleet.ready()
+    fleet.servers.ready()
     assert states(fleet) == [(ServerState.UNSYNCED, None)] * 2
     trainer = Trainer(1)
     fleet.sync(trainer, 1)
@@ -478,13 +481,13 @@ def test_checkpoint_is_served_by_a_server_with_its_weights(
 
 def test_syncs_share_a_process_group_until_a_server_restarts(fleet: SglangFleet) -> None:
     def groups_joined() -> list[int]:
-        urls = tuple(status.url for status in asyncio.run(statuses(fleet.actors)))
+        urls = tuple(status.url for status in asyncio.run(statuses(fleet.servers.actors)))
         return [
             info["groups"]
-            for info in fleet._at_all(urls, lambda client: client.call("/server_info"))
+            for info in fleet.servers.at_all(urls, lambda client: client.call("/server_info"))
         ]
 
-    fleet.ready()
+    fleet.servers.ready()
     for version in (1, 2, 3):
         fleet.sync(Trainer(version), version)
         assert groups_joined() == [1, 1]
@@ -499,7 +502,7 @@ def test_syncs_share_a_process_group_until_a_server_restarts(fleet: SglangFleet)
 def test_server_restarted_during_an_update_gets_the_new_weights(
     fleet: SglangFleet,
 ) -> None:
-    fleet.ready()
+    fleet.servers.ready()
     trainer = Trainer(1)
     fleet.sync(trainer, 1)
     with fleet.updating_weights(2):
@@ -519,12 +522,12 @@ def test_death_during_a_sync_leaves_no_partial_weights_served(
     fleet: SglangFleet, tmp_path: Path
 ) -> None:
     (tmp_path / "fault").write_text("die /update_weights_from_distributed:2")
-    fleet.ready()
+    fleet.servers.ready()
     trainer = Trainer(1)
     fleet.sync(trainer, 1)
     assert trainer.sends == 2
     wait_until(lambda: all(state is not ServerState.DEAD for state, _ in states(fleet)))
-    fleet.ready()
+    fleet.servers.ready()
     fleet.recover_engines()
     assert states(fleet) == [(ServerState.SYNCED, 1)] * 2
     assert fleet.score(TEXT, 1.0) == [scores_under(trainer.named)] * 2
@@ -532,7 +535,7 @@ def test_death_during_a_sync_leaves_no_partial_weights_served(
         fleet.sync(Trainer(2, dies_at=9), 2)
     assert all(state is not ServerState.SYNCED for state, _ in states(fleet))
     again = Trainer(2)
-    fleet.ready()
+    fleet.servers.ready()
     fleet.sync(again, 2)
     fleet.recover_engines()
     assert states(fleet) == [(ServerState.SYNCED, 2)] * 2
@@ -544,14 +547,14 @@ def test_death_during_a_sync_leaves_no_partial_weights_served(
 
 
 def test_canary_uses_live_servers_or_their_replacements(fleet: SglangFleet, tmp_path: Path) -> None:
-    fleet.ready()
+    fleet.servers.ready()
     trainer = Trainer(1)
     fleet.sync(trainer, 1)
     (tmp_path / "fault").write_text("die /generate:1")
     assert fleet.score(TEXT, 1.0) == [scores_under(trainer.named)]
     assert not (tmp_path / "fault").exists()
 
-    for actor in fleet.actors:
+    for actor in fleet.servers.actors:
         ray.get(actor.__ray_call__.remote(lambda server: server._kill()))
     scores = fleet.score(TEXT, 1.0)
     assert scores and all(found == scores_under(trainer.named) for found in scores)
@@ -658,9 +661,9 @@ def test_restarted_server_gets_base_and_adapters(config: RlConfig, tmp_path: Pat
     """Real processes: a sync of everything, one of adapters, a killed server, and a comparison of all tensors."""
     settings = config.rollout.engine.model_copy(update={"quantization": "mxfp4"})
     context = BackendContext(mxfp4_sync.MODEL, "bf16", 0, tmp_path / "engine", adapter=UNMERGED)
-    fleet = SglangFleet(settings, context)
+    fleet = SglangFleet(ServerActors(settings, context), settings, context)
     try:
-        fleet.ready()
+        fleet.servers.ready()
         fleet.sync(AdapterTrainer(1), 1)
         trainer = AdapterTrainer(2)
         fleet.sync(trainer, 2)
@@ -679,4 +682,4 @@ def test_restarted_server_gets_base_and_adapters(config: RlConfig, tmp_path: Pat
         with pytest.raises(WeightMismatchError, match=name):
             fleet.compare()
     finally:
-        fleet.close()
+        fleet.servers.close()

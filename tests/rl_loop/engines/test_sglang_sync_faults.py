@@ -21,8 +21,9 @@ import torch
 from rl_loop.config.load import load_config
 from rl_loop.config.run import RlConfig
 from rl_loop.engines.backend import BackendContext
-from rl_loop.engines.sglang.fleet import SglangFleet, statuses
+from rl_loop.engines.sglang.fleet import SglangFleet
 from rl_loop.engines.sglang.server import ServerState
+from rl_loop.engines.sglang.server_actors import ServerActors, statuses
 from rl_loop.lifecycle.failures import explain
 from rl_loop.session import build_trainer
 from rl_loop.trainer.group import TrainerGroup
@@ -131,7 +132,7 @@ class Run:
 
         def all_serve() -> bool:
             self.fleet.recover_engines()
-            known = asyncio.run(statuses(self.fleet.actors))
+            known = asyncio.run(statuses(self.fleet.servers.actors))
             return all((s.state, s.version) == (ServerState.SYNCED, self.version) for s in known)
 
         wait_until(all_serve)
@@ -173,9 +174,8 @@ def make_run(tmp_path: Path, transport: str) -> Run:
         }
     )
     trainer = build_trainer(config)
-    fleet = SglangFleet(
-        settings, BackendContext(MODEL, config.dtype, config.seed, config.directory / "engine")
-    )
+    context = BackendContext(MODEL, config.dtype, config.seed, config.directory / "engine")
+    fleet = SglangFleet(ServerActors(settings, context), settings, context)
     return Run(trainer, fleet, transport, tmp_path / "fault")
 
 
@@ -184,10 +184,10 @@ def run(request: pytest.FixtureRequest, tmp_path: Path, one_ray: None) -> Iterat
     started = make_run(tmp_path, request.param)
     try:
         started.trainer.ready()
-        started.fleet.ready()
+        started.fleet.servers.ready()
         yield started
     finally:
-        started.fleet.close()
+        started.fleet.servers.close()
         started.trainer.close()
 
 
@@ -221,15 +221,18 @@ def test_server_dead_during_training_returns_with_the_next_sync(run: Run) -> Non
     run.fault_file.write_text("die /release_memory_occupation:1")
     run.fleet.pause()
     assert not run.fault_file.exists()
-    asleep = asyncio.run(statuses(run.fleet.actors))
+    asleep = asyncio.run(statuses(run.fleet.servers.actors))
     assert sorted(status.state for status in asleep) == [ServerState.DEAD, ServerState.UNSYNCED]
 
     # Servers that are killed asleep do not restart either, because the trainer uses the memory.
     ray.get(
-        [actor.__ray_call__.remote(lambda server: server._kill()) for actor in run.fleet.actors]
+        [
+            actor.__ray_call__.remote(lambda server: server._kill())
+            for actor in run.fleet.servers.actors
+        ]
     )
     time.sleep(3)
-    known = asyncio.run(statuses(run.fleet.actors))
+    known = asyncio.run(statuses(run.fleet.servers.actors))
     assert all(status.state is ServerState.DEAD and not status.given_up for status in known)
 
     run.learn()

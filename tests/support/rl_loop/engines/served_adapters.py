@@ -30,7 +30,7 @@ from megatron_gptoss.config import AdapterConfig, OptimizerConfig, ParallelConfi
 from megatron_gptoss.layers.adapters import named_adapters
 from megatron_gptoss.packing import build_batch
 from megatron_gptoss.trainer import PolicyTrainer
-from rl_loop.engines.sglang.fleet import adapter_environment
+from rl_loop.engines.sglang.server_actors import adapter_environment
 from tests.support.distributed import free_port
 from tests.support.megatron_gptoss.adapted import MODEL, adapted_model
 from tests.support.megatron_gptoss.reference import (
