@@ -47,6 +47,7 @@ from rl_loop.engines.sglang.config import SglangConfig
 from rl_loop.engines.sglang.engine import SglangEngine, score_on
 from rl_loop.engines.sglang.gpu_memory import memory_fault, settled_gpus, visible_gpus
 from rl_loop.engines.sglang.server import ServerState, ServerStatus, SglangServer
+from rl_loop.engines.sglang.server_command import server_command
 from rl_loop.engines.sglang.weight_endpoints import send_weights
 from rl_loop.weight_sync.servers import SyncPlan
 from rl_loop.weight_sync.source import SyncError
@@ -101,7 +102,9 @@ class Bench:
         (self.scratch / "config.json").write_text(
             json.dumps(self.config.to_hf_config(dtype="bfloat16"))
         )
-        build = self.settings.command(0, self.scratch, "bf16", routed_experts=self.on_gpu, seed=0)
+        build = server_command(
+            self.settings, 0, self.scratch, "bf16", routed_experts=self.on_gpu, seed=0
+        )
         environment = dict(self.settings.environment)
         environment["OMP_NUM_THREADS"] = "4" if self.on_gpu else "1"
         if not self.on_gpu:

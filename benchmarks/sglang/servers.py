@@ -17,6 +17,7 @@ from rl_loop.engines.sglang.config import SglangConfig
 from rl_loop.engines.sglang.engine import SglangEngine
 from rl_loop.engines.sglang.server import ServerState, ServerStatus, SglangServer
 from rl_loop.engines.sglang.server_actors import adapter_environment
+from rl_loop.engines.sglang.server_command import server_command
 
 PATCHES = "GPTOSS_SGLANG_PATCHES"
 """Environment variable with the plugin's patches of a server, separated by commas."""
@@ -128,7 +129,8 @@ def make_server(
 
     hf_config = settings.describe_model(config, "bf16")
     (directory / "config.json").write_text(json.dumps(hf_config))
-    full_command = settings.command(
+    full_command = server_command(
+        settings,
         0,
         directory,
         "bf16",

@@ -177,7 +177,7 @@ def test_all_but_bf16_pack_experts_and_patches_are_optional(
     decoding: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # The same as on GPUs, which this machine does not have.
-    monkeypatch.setattr(SglangConfig, "_is_on_cpus", property(lambda self: False))
+    monkeypatch.setattr(SglangConfig, "is_on_cpus", property(lambda self: False))
     servers = importlib.import_module("benchmarks.sglang.servers")
     options = server_options(
         quantization="mxfp4",

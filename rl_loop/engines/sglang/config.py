@@ -4,7 +4,6 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -12,26 +11,19 @@ from pydantic import Field, model_validator
 
 from megatron_gptoss.config import AdapterConfig, ModelConfig, Quantization
 from megatron_gptoss.config.precision import DTYPE_NAMES
-from megatron_gptoss.families.registry import read_hf_config
 from megatron_gptoss.planning.memory_inputs import EngineMemory
 from rl_loop.engines.backend import EngineConfig, EngineUnavailableError, ServerProcesses
 from rl_loop.engines.sglang.gpu_memory import (
     MAX_ADAPTER_RANK,
     WORKING_BYTES,
     ServerNeeds,
-    settled_gpus,
-    static_fraction,
     windowed_cache_share,
 )
 from rl_loop.engines.sglang.prefills import (
     PREFILL_GRAPH_TOKENS,
     gather_passes,
-    gathering_options,
-    prefill_graph_options,
 )
 
-Command = Callable[[str, int], list[str]]
-"""(host, port) -> argument vector of a server. Called on the server's node whenever it starts."""
 PLUGIN = Path(__file__).parent / "plugin"
 """Directory with plugins for SGLang, part of every server's PYTHONPATH."""
 PLUGIN_MODULE = "gptoss_sglang"
@@ -250,7 +242,7 @@ class SglangConfig(EngineConfig):
             )
 
     def _check_kernels(self) -> None:
-        if self.fp32_logits and self._is_on_cpus:
+        if self.fp32_logits and self.is_on_cpus:
             raise ValueError(
                 "rollout.engine.fp32_logits is for GPUs, but rollout.engine.arguments starts "
                 "servers on CPUs. Leave fp32_logits out"
@@ -297,7 +289,7 @@ class SglangConfig(EngineConfig):
         This kernel draws the tokens of a batch from one generator. Deterministic servers have a
         seed per request.
         """
-        return not self.deterministic and not self._is_on_cpus
+        return not self.deterministic and not self.is_on_cpus
 
     @property
     def uses_fused_window_attention(self) -> bool:
@@ -305,22 +297,23 @@ class SglangConfig(EngineConfig):
 
         It replaces fa3. It sums in another order than a prefill does.
         """
-        return self.attention_backend == "fa3" and not self.deterministic and not self._is_on_cpus
+        return self.attention_backend == "fa3" and not self.deterministic and not self.is_on_cpus
 
     @property
     def keeps_logits_in_fp32(self) -> bool:
         """True if servers do not round logits to bf16."""
         if self.fp32_logits is not None:
             return self.fp32_logits
-        return not self.deterministic and not self._is_on_cpus
+        return not self.deterministic and not self.is_on_cpus
 
     @property
     def gather_passes(self) -> int:
         """Decoding steps, plus one, that requests wait at most for a common prefill."""
-        return 1 if self._is_on_cpus else gather_passes(self.arguments)
+        return 1 if self.is_on_cpus else gather_passes(self.arguments)
 
     @property
-    def _is_on_cpus(self) -> bool:
+    def is_on_cpus(self) -> bool:
+        """True if servers run on CPUs."""
         # The two spellings of SGLang's --device cpu.
         asks_for_cpus = "cpu" in self.arguments or "--device=cpu" in self.arguments
         return asks_for_cpus or self.attention_backend == "intel_amx"
@@ -344,6 +337,18 @@ class SglangConfig(EngineConfig):
             share_trainer_gpus=self.colocated,
         )
 
+    def server_needs(
+        self, model: ModelConfig, dtype: str, adapter: AdapterConfig | None
+    ) -> ServerNeeds:
+        """Return the memory that a server needs on each of its GPUs."""
+        return ServerNeeds.of(
+            model,
+            dtype,
+            self.tensor_parallel,
+            mxfp4_experts=self.has_mxfp4_experts,
+            adapter=adapter,
+        )
+
     def memory_on_trainer_gpus(
         self, model: ModelConfig, dtype: str, adapter: AdapterConfig | None = None
     ) -> EngineMemory | None:
@@ -356,7 +361,7 @@ class SglangConfig(EngineConfig):
         shares_model = self.tensor_parallel > 1
         if shares_model:
             asleep += TENSOR_PARALLEL_ASLEEP_BYTES * self.tensor_parallel
-        weights = self._needs(model, dtype, adapter).weights
+        weights = self.server_needs(model, dtype, adapter).weights
         if self.keep_weights:
             # A sync needs no further memory for them.
             asleep += weights
@@ -491,120 +496,6 @@ class SglangConfig(EngineConfig):
         if self.has_mxfp4_experts:
             description["quantization_config"] = QUANTIZATION_CONFIG
         return description
-
-    def command(
-        self,
-        index: int,
-        model: Path,
-        dtype: str,
-        *,
-        routed_experts: bool,
-        seed: int,
-        adapter: AdapterConfig | None = None,
-    ) -> Command:
-        """Return a function that builds the arguments of a server whenever it starts.
-
-        Args:
-            index: number of the server.
-            model: directory with a config.json. Servers have random weights until the first sync.
-            dtype: precision of weights and cache, "fp32" or "bf16".
-            routed_experts: whether servers report the experts of every token.
-            seed: seed of the servers.
-            adapter: adapters that servers add without merging. None without them.
-
-        Returns:
-            The function. It raises NotEnoughGpuMemoryError if ``memory_fraction`` does not fit the GPU.
-        """
-        options: dict[str, object] = {
-            "--model-path": model,
-            # Random weights: the first sync replaces them, and the directory has none.
-            "--load-format": "dummy",
-            "--dtype": DTYPE_NAMES[dtype],
-            "--tp-size": self.tensor_parallel,
-            "--random-seed": seed,
-            "--attention-backend": self.attention_backend,
-            # triton_kernel is SGLang's default for GPT-OSS. Without the plugin it does not record
-            # the experts of a token. Dense models ignore the option.
-            "--moe-runner-backend": "triton_kernel" if self.has_mxfp4_experts else "triton",
-            "--max-running-requests": self.max_running_requests,
-            "--cuda-graph-max-bs-decode": self.max_running_requests,
-            # FlashInfer's sampling ignores the seed of a request.
-            "--sampling-backend": "pytorch",
-            # No request constrains sampling.
-            "--grammar-backend": "none",
-        }
-
-        flags = self._flags(routed_experts)
-        words = [self.python, "-m", "sglang.launch_server"]
-        for name, value in options.items():
-            words += [name, str(value)]
-
-        def build(host: str, port: int) -> list[str]:
-            # The user's arguments come last, because the last value of a repeated option counts.
-            # At every start, because a restarted server may find other free memory.
-            place = self._place_and_memory(index, model, dtype, adapter)
-            return [*words, *flags, *place, *self.arguments, "--host", host, "--port", str(port)]
-
-        return build
-
-    def _flags(self, routed_experts: bool) -> list[str]:
-        """Return the arguments that depend on features of the run."""
-        # Chunks then have only new tokens. Requests are token ids, so servers need no tokenizer.
-        flags = ["--incremental-streaming-output", "--skip-tokenizer-init"]
-        if routed_experts:
-            flags.append("--enable-return-routed-experts")
-        if self.deterministic:
-            # fa3 splits the keys of heads of size 64 differently for 8 new tokens than for 9, and a
-            # cached prefix changes the number of new tokens.
-            flags += ["--enable-deterministic-inference", "--disable-radix-cache"]
-        if not self._is_on_cpus:
-            flags += gathering_options(self.arguments)
-        if self.colocated:
-            flags += ["--enable-memory-saver", *prefill_graph_options(self.prefill_graph_tokens)]
-            if self.tensor_parallel > 1 and not self._names_all_reduce_fusion:
-                flags.append("--enforce-disable-flashinfer-allreduce-fusion")
-        return flags
-
-    @property
-    def _names_all_reduce_fusion(self) -> bool:
-        """True if the user configures FlashInfer's all-reduce that is fused with a norm."""
-        # SGLang would enable this fusion by default. FlashInfer compiles for minutes when a machine
-        # starts its first server, and its buffers were not tested with servers that sleep.
-        return any(
-            "--flashinfer-allreduce-fusion-backend" in argument for argument in self.arguments
-        )
-
-    def _needs(self, model: ModelConfig, dtype: str, adapter: AdapterConfig | None) -> ServerNeeds:
-        return ServerNeeds.of(
-            model,
-            dtype,
-            self.tensor_parallel,
-            mxfp4_experts=self.has_mxfp4_experts,
-            adapter=adapter,
-        )
-
-    def _place_and_memory(
-        self, index: int, model: Path, dtype: str, adapter: AdapterConfig | None
-    ) -> list[str]:
-        """Return the options for the GPUs of server ``index`` and for its share of their memory."""
-        environment = inherited_environment() | self.environment
-        gpus = [] if "cpu" in self.arguments else settled_gpus(environment)
-
-        # Ray shows a server only the GPUs that it has reserved. A colocated server has reserved
-        # none and sees all GPUs of the node.
-        first = 0
-        if self.colocated:
-            first = index * self.tensor_parallel
-            if gpus:
-                # The index counts the servers of all nodes.
-                first %= len(gpus)
-
-        fraction = self.memory_fraction
-        if gpus:
-            its_gpus = gpus[first : first + self.tensor_parallel]
-            needs = self._needs(read_hf_config(model), dtype, adapter)
-            fraction = static_fraction(fraction, its_gpus, needs)
-        return ["--base-gpu-id", str(first), "--mem-fraction-static", f"{fraction:.4f}"]
 
 
 def inherited_environment() -> dict[str, str]:

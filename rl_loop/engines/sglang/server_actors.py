@@ -19,6 +19,7 @@ from rl_loop.engines.sglang.client import SglangClient
 from rl_loop.engines.sglang.config import SglangConfig
 from rl_loop.engines.sglang.gpu_memory import memory_fault
 from rl_loop.engines.sglang.server import ServerState, ServerStatus, SglangServer
+from rl_loop.engines.sglang.server_command import server_command
 from rl_loop.infrastructure import describe
 from rl_loop.logs import with_logging
 
@@ -80,7 +81,8 @@ class ServerActors:
 
         actors = []
         for index in range(settings.servers):
-            command = settings.command(
+            command = server_command(
+                settings,
                 index,
                 self._directory,
                 context.dtype,

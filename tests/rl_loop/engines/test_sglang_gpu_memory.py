@@ -33,6 +33,7 @@ from rl_loop.engines.sglang.gpu_memory import (
     static_fraction,
     visible_gpus,
 )
+from rl_loop.engines.sglang.server_command import server_command
 from rl_loop.engines.sglang.weight_endpoints import SglangSender
 from rl_loop.weight_sync.transports import buckets
 
@@ -330,7 +331,7 @@ def test_server_start_reads_the_memory_of_its_own_gpu(tmp_path: Path, two_gpus: 
 
     def options(index: int, **settings: object) -> dict[str, str]:
         config = SglangConfig(memory_fraction=0.5, **settings)
-        build = config.command(index, tmp_path, "bf16", routed_experts=False, seed=0)
+        build = server_command(config, index, tmp_path, "bf16", routed_experts=False, seed=0)
         return dict(pairwise(build("127.0.0.1", 1)))
 
     def expected(free: int) -> float:
@@ -349,4 +350,4 @@ def test_server_start_reads_the_memory_of_its_own_gpu(tmp_path: Path, two_gpus: 
     assert float(on_a_cpu["--mem-fraction-static"]) == 0.5
     with pytest.raises(NotEnoughGpuMemoryError, match=r"rollout\.engine\.memory_fraction"):
         config = SglangConfig(memory_fraction=0.2)
-        config.command(0, tmp_path, "bf16", routed_experts=False, seed=0)("127.0.0.1", 1)
+        server_command(config, 0, tmp_path, "bf16", routed_experts=False, seed=0)("127.0.0.1", 1)

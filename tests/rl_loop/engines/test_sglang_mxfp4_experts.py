@@ -29,6 +29,7 @@ from rl_loop.config.load import load_config
 from rl_loop.config.run import RlConfig
 from rl_loop.engines.sglang.config import PLUGIN, SglangConfig
 from rl_loop.engines.sglang.gpu_memory import ServerNeeds, mxfp4_expert_bytes
+from rl_loop.engines.sglang.server_command import server_command
 from rl_loop.engines.sglang.server_layout import MXFP4_EXPERT_PARAMETERS
 from rl_loop.engines.sglang.weight_endpoints import SglangServers, send_weights
 from rl_loop.weight_sync import send
@@ -622,7 +623,7 @@ def test_mxfp4_servers_require_mxfp4_training(tmp_path: Path) -> None:
     description = engine.describe_model(MODEL, "bf16")
     assert description["quantization_config"]["quant_method"] == "mxfp4"
     (tmp_path / "config.json").write_text(json.dumps(description))
-    words = engine.command(0, tmp_path, "bf16", routed_experts=True, seed=0)("host", 1)
+    words = server_command(engine, 0, tmp_path, "bf16", routed_experts=True, seed=0)("host", 1)
     assert words[words.index("--moe-runner-backend") + 1] == "triton_kernel"
 
 

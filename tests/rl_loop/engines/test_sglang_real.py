@@ -25,6 +25,7 @@ from rl_loop.engines.sglang.client import SglangClient
 from rl_loop.engines.sglang.config import SglangConfig
 from rl_loop.engines.sglang.engine import SglangEngine
 from rl_loop.engines.sglang.server import ServerState, ServerStatus, SglangServer
+from rl_loop.engines.sglang.server_command import server_command
 from rl_loop.engines.sglang.weight_endpoints import send_weights
 from rl_loop.weight_sync.servers import SyncPlan
 from rl_loop.weight_sync.source import WeightMismatchError
@@ -68,7 +69,7 @@ def test_real_server_generates_aborts_scores_and_loads_weights(tmp_path: Path) -
     settings = SglangConfig(
         python=PYTHON, attention_backend="intel_amx", memory_fraction=0.5, arguments=arguments
     )
-    command = settings.command(0, tmp_path, "bf16", routed_experts=False, seed=0)
+    command = server_command(settings, 0, tmp_path, "bf16", routed_experts=False, seed=0)
     environment = {
         "PYTHONPATH": str(Path(__file__).parents[2] / "support/rl_loop/sglang_cpu"),
         "SGLANG_USE_CPU_ENGINE": "1",

@@ -13,6 +13,7 @@ from megatron_gptoss.config import ModelConfig
 from megatron_gptoss.families.gpt_oss.config import GptOssModelConfig
 from megatron_gptoss.samples import TrainingSamples
 from rl_loop.engines.sglang.config import MOE_CONFIGS, PLUGIN, SglangConfig
+from rl_loop.engines.sglang.server_command import server_command
 from rl_loop.evaluation.engine_comparison import gap_table
 from rl_loop.harmony.codec import Harmony
 from tests.support.megatron_gptoss.dense_reference import QWEN2
@@ -50,7 +51,7 @@ def test_server_command_and_environment_follow_the_configuration() -> None:
         arguments=["--log-level", "info"],
     )
     assert settings.weight_sync == "cuda_ipc"
-    words = settings.command(1, Path("/model"), "bf16", routed_experts=True, seed=7)(
+    words = server_command(settings, 1, Path("/model"), "bf16", routed_experts=True, seed=7)(
         "10.0.0.1", 3100
     )
     pairs = dict(pairwise(words))
@@ -96,8 +97,13 @@ def test_fused_allreduce_is_left_to_sglang_where_possible(
     settings: dict[str, object],
 ) -> None:
     colocated = {"colocated": True}
-    build = SglangConfig.model_validate(colocated | settings).command(
-        0, Path("/model"), "bf16", routed_experts=True, seed=0
+    build = server_command(
+        SglangConfig.model_validate(colocated | settings),
+        0,
+        Path("/model"),
+        "bf16",
+        routed_experts=True,
+        seed=0,
     )
     assert "--enforce-disable-flashinfer-allreduce-fusion" not in build("host", 1)
 
@@ -111,7 +117,7 @@ GATHERING = [
 
 def command_words(**settings: object) -> list[str]:
     config = SglangConfig.model_validate(settings)
-    return config.command(0, Path("/model"), "bf16", routed_experts=True, seed=0)("host", 1)
+    return server_command(config, 0, Path("/model"), "bf16", routed_experts=True, seed=0)("host", 1)
 
 
 def test_servers_gather_requests_for_a_prefill() -> None:
@@ -143,7 +149,7 @@ def test_the_longest_wait_is_an_argument_of_servers() -> None:
 
 def prefill_graph_options(tokens: int) -> list[str]:
     settings = SglangConfig(colocated=True, prefill_graph_tokens=tokens, arguments=["--last"])
-    build = settings.command(0, Path("/model"), "bf16", routed_experts=True, seed=0)
+    build = server_command(settings, 0, Path("/model"), "bf16", routed_experts=True, seed=0)
     words = build("host", 1)
     assert "--disable-prefill-cuda-graph" not in words
     begin = words.index("--cuda-graph-backend-prefill")
@@ -209,7 +215,7 @@ def test_prefill_graphs_are_rejected_for_unsupported_servers(
 def test_deterministic_server_disables_flashinfer_and_radix() -> None:
     variable = "SGLANG_IS_FLASHINFER_AVAILABLE"
     settings = SglangConfig(deterministic=True, weight_sync="disk", env={"OTHER": "1"})
-    words = settings.command(0, Path("/model"), "bf16", routed_experts=True, seed=7)(
+    words = server_command(settings, 0, Path("/model"), "bf16", routed_experts=True, seed=7)(
         "10.0.0.1", 3100
     )
     assert {"--enable-deterministic-inference", "--disable-radix-cache"} <= set(words)
