@@ -16,8 +16,9 @@ from launch.placement import gpus_needed
 from megatron_gptoss.planning.memory import worst_estimate
 from megatron_gptoss.planning.memory_advice import ACCURACY, Hardware, exceeds_memory
 from rl_loop.config.errors import ConfigError
+from rl_loop.config.every_run import RunConfig
 from rl_loop.config.load import load_run_config, read_yaml
-from rl_loop.config.run import RlConfig, RunConfig
+from rl_loop.config.run import RlConfig
 from rl_loop.config.shipped import UNTESTED, shipped_files
 
 WIDTH_OF_A_PIPE = 180

@@ -17,7 +17,8 @@ from megatron_gptoss.planning.memory import worst_estimate
 from megatron_gptoss.planning.memory_advice import Hardware, describe_layout, layouts_that_fit
 from megatron_gptoss.planning.memory_inputs import MemoryInputs
 from megatron_gptoss.planning.step_time import StepTime, predict_step
-from rl_loop.config.run import RlConfig, RunConfig, SftConfig
+from rl_loop.config.every_run import RunConfig
+from rl_loop.config.run import RlConfig, SftConfig
 from rl_loop.lifecycle.disk_checks import DiskNeed, format_size
 
 LAYOUTS_SHOWN = 5

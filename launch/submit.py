@@ -20,8 +20,9 @@ from launch.preflight import check_before_queue
 from launch.snapshot import node_arguments, write_snapshot
 from megatron_gptoss.planning.memory_advice import Hardware, memory_plan
 from rl_loop.config.errors import ConfigError
+from rl_loop.config.every_run import RunConfig
 from rl_loop.config.load import dump_config
-from rl_loop.config.run import RlConfig, RunConfig
+from rl_loop.config.run import RlConfig
 from rl_loop.data.hub import is_hub_dataset
 from rl_loop.lifecycle.resume import changes_since
 from rl_loop.lifecycle.start_checks import check_run_requirements, store_need

@@ -12,7 +12,8 @@ from typing import Any
 
 from rl_loop.cluster.ray_session import ray_session
 from rl_loop.config.errors import ConfigError
-from rl_loop.config.run import RlConfig, RunConfig, SftConfig
+from rl_loop.config.every_run import RunConfig
+from rl_loop.config.run import RlConfig, SftConfig
 from rl_loop.engines.protocol import RolloutEngine
 from rl_loop.engines.registry import build_backend
 from rl_loop.gateway.serve import LocalEngine, ServeOptions, serve, served_settings

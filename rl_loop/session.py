@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Any, Self
 
 from rl_loop.cluster.ray_session import ray_session
 from rl_loop.config.errors import ConfigError
+from rl_loop.config.every_run import RunConfig
 from rl_loop.config.load import dump_config
-from rl_loop.config.run import RlConfig, RunConfig, SftConfig, check_reward_parts
+from rl_loop.config.run import RlConfig, SftConfig, check_reward_parts
 from rl_loop.engines.backend import BackendContext
 from rl_loop.engines.registry import build_backend
 from rl_loop.lifecycle.inputs import WEIGHTS, RunInput, to_json

@@ -13,7 +13,8 @@ from megatron_gptoss.config import StrictModel
 from megatron_gptoss.families.registry import read_hf_config
 from rl_loop.algorithms.choices import CHOICES, as_section
 from rl_loop.config.errors import ConfigError
-from rl_loop.config.run import RlConfig, RunConfig, SftConfig
+from rl_loop.config.every_run import RunConfig
+from rl_loop.config.run import RlConfig, SftConfig
 from rl_loop.config.shipped import find_config, find_section, section_names
 from rl_loop.config.suggestions import known_keys, similar_keys, similar_names
 from rl_loop.conversations.config import ONLY_SOURCE, ConversationSource

@@ -11,7 +11,8 @@ from megatron_gptoss.config import AdapterConfig, ModelConfig, Quantization
 from megatron_gptoss.config.precision import bytes_per_number
 from megatron_gptoss.planning.parameter_counts import MXFP4_BYTES
 from rl_loop.config.errors import StartError
-from rl_loop.config.run import RlConfig, RunConfig
+from rl_loop.config.every_run import RunConfig
+from rl_loop.config.run import RlConfig
 from rl_loop.config.training import TrainingConfig
 from rl_loop.tracking.run_directory import RunDirectory
 

@@ -11,8 +11,9 @@ from typing import Any
 
 from megatron_gptoss.checkpoint.directory import LATEST_FILE
 from rl_loop.config.errors import ConfigError
+from rl_loop.config.every_run import RunConfig
 from rl_loop.config.load import dump_config, read_yaml
-from rl_loop.config.run import RlConfig, RunConfig, SftConfig
+from rl_loop.config.run import RlConfig, SftConfig
 from rl_loop.lifecycle.inputs import (
     TEACHERS,
     TOOL_SERVERS,

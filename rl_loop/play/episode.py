@@ -13,7 +13,8 @@ import torch
 from rl_loop.agents.worker import worker_class
 from rl_loop.chat.codec import ChatCodec
 from rl_loop.chat.messages import ParsedMessage
-from rl_loop.config.run import RlConfig, RunConfig
+from rl_loop.config.every_run import RunConfig
+from rl_loop.config.run import RlConfig
 from rl_loop.data.trajectory import Trajectory, TrajectoryGroup
 from rl_loop.engines.backend import EngineFactory
 from rl_loop.engines.completions import CompletionsEngine

@@ -154,7 +154,7 @@ def test_configurations_and_command_lines_import_nothing_heavy() -> None:
 
 
 def test_help_and_completion_do_not_import_config_schema() -> None:
-    schema = {"rl_loop.config.run", "omegaconf"}
+    schema = {"rl_loop.config.every_run", "omegaconf"}
     assert imported_by("main(['--help'])", schema) == "set()"
 
     name = {"COMP_WORDS": "gptoss rl tiny_ret", "COMP_CWORD": "2"}

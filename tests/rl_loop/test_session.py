@@ -106,6 +106,8 @@ MODULES_THAT_KNOW_A_WHOLE_CONFIGURATION = {
     "rl_loop/session.py",
 }
 """All other modules receive the sections that they need."""
+DEFINITIONS = ("rl_loop.config.every_run.", "rl_loop.config.run.")
+"""Modules that define whole configurations, each with a dot."""
 WHOLE_CONFIGURATIONS = {"RunConfig", "RlConfig", "SftConfig"}
 
 
@@ -120,7 +122,7 @@ def knows_a_whole_configuration(source: str) -> bool:
         elif isinstance(node, ast.Attribute):
             names = [node.attr]
         for name in names:
-            if f"{name}.".startswith("rl_loop.config.run."):
+            if f"{name}.".startswith(DEFINITIONS):
                 return True
             if name.rpartition(".")[2] in WHOLE_CONFIGURATIONS:
                 return True
@@ -129,12 +131,12 @@ def knows_a_whole_configuration(source: str) -> bool:
 
 def test_few_modules_use_a_whole_configuration() -> None:
     files = [file for package in PRODUCT for file in sorted((ROOT / package).rglob("*.py"))]
-    definition = ROOT / "rl_loop/config/run.py"
-    assert definition in files
+    definitions = {ROOT / f"{name[:-1].replace('.', '/')}.py" for name in DEFINITIONS}
+    assert definitions < set(files)
     knowing = {
         str(file.relative_to(ROOT))
         for file in files
-        if file != definition and knows_a_whole_configuration(file.read_text())
+        if file not in definitions and knows_a_whole_configuration(file.read_text())
     }
     assert knowing == MODULES_THAT_KNOW_A_WHOLE_CONFIGURATION
 
@@ -147,7 +149,7 @@ def test_few_modules_use_a_whole_configuration() -> None:
         "import rl_loop.config.run as run",
         "from rl_loop.config.load import RlConfig",
         "from rl_loop.config import load\nkind = load.SftConfig",
-        "def later():\n    from rl_loop.config.run import RunConfig",
+        "def later():\n    from rl_loop.config.every_run import RunConfig",
         "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from rl_loop.session import RunConfig",
     ],
 )

@@ -12,8 +12,9 @@ from transformers import AutoTokenizer
 
 from rl_loop.chatml.codec import ChatMl
 from rl_loop.config.errors import ConfigError, StartError
+from rl_loop.config.every_run import RunConfig
 from rl_loop.config.load import load_config
-from rl_loop.config.run import RlConfig, RunConfig, SftConfig
+from rl_loop.config.run import RlConfig, SftConfig
 from rl_loop.config.training import DemonstrationConfig
 from rl_loop.export import export_policy, greedy_agreement
 from rl_loop.lifecycle.start_checks import check_chat_format

@@ -13,8 +13,9 @@ from safetensors.torch import save_file
 
 from megatron_gptoss.checkpoint.checksums import write_checksums
 from rl_loop.config.errors import ConfigError
+from rl_loop.config.every_run import RunConfig
 from rl_loop.config.load import dump_config, load_config
-from rl_loop.config.run import RlConfig, RunConfig, SftConfig
+from rl_loop.config.run import RlConfig, SftConfig
 from rl_loop.lifecycle import inputs
 from rl_loop.lifecycle.inputs import to_json, weights_digest
 from rl_loop.lifecycle.resume import changes_since, read_run_inputs

@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 
 from rl_loop.config.errors import ConfigError
+from rl_loop.config.every_run import RunConfig
 from rl_loop.config.load import dump_config, load_config
-from rl_loop.config.run import RlConfig, RunConfig, SftConfig
+from rl_loop.config.run import RlConfig, SftConfig
 from rl_loop.lifecycle.resume import changes_since, differences, write_config
 from rl_loop.tracking.run_directory import RunDirectory, atomic_write_text, start_run
 

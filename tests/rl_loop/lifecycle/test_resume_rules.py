@@ -14,9 +14,10 @@ import numpy as np
 import pytest
 
 from rl_loop.config.errors import ConfigError
+from rl_loop.config.every_run import RunConfig
 from rl_loop.config.load import dump_config, load_config
 from rl_loop.config.partial_configs import EpisodesConfig
-from rl_loop.config.run import RlConfig, RunConfig, SftConfig
+from rl_loop.config.run import RlConfig, SftConfig
 from rl_loop.data.trajectory import Trajectory, TrajectoryGroup, WeightVersionSpan
 from rl_loop.lifecycle.inputs import to_json
 from rl_loop.lifecycle.resume import changes_since, input_paths, read_run_inputs

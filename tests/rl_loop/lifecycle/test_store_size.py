@@ -11,8 +11,9 @@ import pytest
 
 from megatron_gptoss import host_memory
 from rl_loop.config.errors import StartError
+from rl_loop.config.every_run import RunConfig
 from rl_loop.config.load import load_config
-from rl_loop.config.run import RlConfig, RunConfig, SftConfig
+from rl_loop.config.run import RlConfig, SftConfig
 from rl_loop.config.shipped import shipped_files
 from rl_loop.lifecycle import store_size
 from rl_loop.lifecycle.start_checks import evaluation_need, store_need

@@ -12,8 +12,9 @@ import pytest
 import torch
 
 from megatron_gptoss.samples import TrainingSamples
+from rl_loop.config.every_run import RunConfig
 from rl_loop.config.load import load_config
-from rl_loop.config.run import RlConfig, RunConfig, SftConfig
+from rl_loop.config.run import RlConfig, SftConfig
 from rl_loop.data.response_check import ResponseMismatchError, check_sampled_by_policy
 from tests.support.in_process import local_trainer
 

@@ -20,8 +20,9 @@ from converters.names import hf_shapes
 from converters.random_weights import random_hf_weights
 from megatron_gptoss.config import ModelConfig
 from megatron_gptoss.samples import TrainingSamples
+from rl_loop.config.every_run import RunConfig
 from rl_loop.config.load import load_config
-from rl_loop.config.run import RlConfig, RunConfig, SftConfig
+from rl_loop.config.run import RlConfig, SftConfig
 from rl_loop.trainer.group import TrainerGroup
 from tests.support.distributed import free_port, run_distributed
 from tests.support.in_process import LocalRank, RanksOfJob
