@@ -15,7 +15,7 @@ import pytest
 import ray
 from ray.exceptions import RayActorError
 
-from rl_loop.cluster.ray_session import _local_processes
+from rl_loop.cluster.ray_exit import local_processes
 from tests.support import forked_workers
 from tests.support.processes import read_command
 from tests.support.waiting import wait_until
@@ -83,7 +83,7 @@ def test_forked_worker_has_imports_and_separate_environment() -> None:
 
     # Ray sets this variable for a worker, but not for the server.
     raylets = {ray.get(actor.variable.remote("RAY_RAYLET_PID")) for actor in actors}
-    processes_of_ray = _local_processes()
+    processes_of_ray = local_processes()
     assert processes_of_ray is not None and raylets == {str(processes_of_ray.raylet)}
 
     # OpenMP reads these variables in the server, before the fork.

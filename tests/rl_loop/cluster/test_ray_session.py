@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from rl_loop.cluster import ray_session
+from rl_loop.cluster import ray_exit, ray_session
 from tests.support.waiting import PATIENCE_SECONDS, wait_until
 
 ROOT = Path(__file__).parents[3]
@@ -225,7 +225,7 @@ def test_death_of_a_ray_process_is_reported_unless_it_is_closed(
     monkeypatch.setattr(os, "_exit", statuses.append)
     parts = {name: subprocess.Popen(["sleep", "600"]) for name in ("node", "control store")}
     pids = [part.pid for part in parts.values()]
-    with ray_session.end_with_message_on_exit(ray_session.RayProcesses(*pids)):
+    with ray_exit.end_with_message_on_exit(ray_exit.RayProcesses(*pids)):
         if killed is not None:
             parts[killed].kill()
             # Without its control store, the node is ended.
@@ -245,7 +245,7 @@ def test_death_of_a_node_is_reported_after_the_drivers_death(tmp_path: Path) -> 
     """The driver ends at once, before its threads can act, as if Ray's C++ code had ended it."""
     program = """
         import ctypes, signal, subprocess
-        from rl_loop.cluster.ray_session import RayProcesses, end_with_message_on_exit
+        from rl_loop.cluster.ray_exit import RayProcesses, end_with_message_on_exit
         node = subprocess.Popen(["sleep", "30"], stderr=subprocess.DEVNULL)
         with end_with_message_on_exit(RayProcesses(node.pid, os.getppid())):
             sys.setswitchinterval(3600)
@@ -262,10 +262,11 @@ def test_death_of_a_node_is_reported_after_the_drivers_death(tmp_path: Path) -> 
 def test_run_ends_at_once_with_the_reason_if_its_gcs_dies(tmp_path: Path) -> None:
     """By default Ray waits for a minute, here to store a function."""
     program = """
-        from rl_loop.cluster.ray_session import ray_session, _local_processes
+        from rl_loop.cluster.ray_exit import local_processes
+        from rl_loop.cluster.ray_session import ray_session
         with ray_session():
             import ray
-            processes = _local_processes()
+            processes = local_processes()
             programs = [psutil.Process(processes.raylet), psutil.Process(processes.control_store)]
             print(*[program.name() for program in programs], flush=True)
             children = psutil.Process().children(recursive=True)
