@@ -21,18 +21,14 @@ from rl_loop.lifecycle.interrupt import run_until_interrupted
 from rl_loop.lifecycle.start_checks import evaluation_need, store_need
 from rl_loop.lifecycle.store_size import check_running_store, store_bytes
 from rl_loop.process_memory import exempt_from_collection, keep_freed_memory
-from rl_loop.session import (
-    RlSession,
-    RunInterrupted,
-    RunSession,
-    SftSession,
+from rl_loop.run_parts import (
     backend_context,
-    build_loop,
     build_rollouts,
     build_tasks,
     build_trainer,
     collect_model_card_facts,
 )
+from rl_loop.session import RlSession, RunInterrupted, RunSession, SftSession, build_loop
 from rl_loop.tracking.metrics import MetricName, StepMetrics
 from rl_loop.tracking.model_card import LOST_BY_MERGING, write_model_card
 from rl_loop.tracking.progress import ProgressFactory, silent

@@ -46,7 +46,7 @@ from rl_loop.config.load import load_config
 from rl_loop.config.run import RlConfig, SftConfig
 from rl_loop.engines.embedded.config import EmbeddedConfig
 from rl_loop.engines.embedded.engine import TransformersEngine
-from rl_loop.session import build_tasks
+from rl_loop.run_parts import build_tasks
 from rl_loop.tracking.run_directory import metric_curve, read_json_lines, read_training_steps
 from tests.support.in_process import LocalRollouts, local_loop, local_trainer
 

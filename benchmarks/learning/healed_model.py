@@ -38,7 +38,7 @@ from rl_loop.algorithms.choices import DistillationLoss
 from rl_loop.config.load import load_config
 from rl_loop.config.run import SftConfig
 from rl_loop.conversations.rejections import RejectionReport
-from rl_loop.session import open_conversations
+from rl_loop.run_parts import open_conversations
 
 SINK = (0.01, 0.6)
 """Accepted range of a layer's mean probability of the sink."""

@@ -53,7 +53,7 @@ from rl_loop.data.trajectory import Trajectory, TrajectoryGroup
 from rl_loop.harmony.codec import ParsedMessage
 from rl_loop.rollout.collector import RolloutCollector, TrainingRequests
 from rl_loop.rollout.pool import RolloutPool
-from rl_loop.session import build_rollouts, build_tasks
+from rl_loop.run_parts import build_rollouts, build_tasks
 from rl_loop.tasks.source import TaskMixture
 from rl_loop.weight_sync.source import LoadedWeights
 

@@ -15,8 +15,8 @@ from benchmarks.rollouts.slow_tools import SlowOptions, SlowReTool
 from rl_loop.config.load import load_config
 from rl_loop.config.run import RlConfig
 from rl_loop.environments import RewardConfig, Task
+from rl_loop.run_parts import build_tasks
 from rl_loop.sandbox import ExecutionResult
-from rl_loop.session import build_tasks
 
 CONFIG = Path(__file__).parents[2] / "configs/rl/tiny_retool.yaml"
 

@@ -11,7 +11,7 @@ import pytest
 from benchmarks.rollouts.concurrent import EpisodeLog, Load, Outcome, configuration, report, run
 from benchmarks.rollouts.slow_tools import draw_call_count
 from rl_loop.data.trajectory import InvalidReason, Trajectory, TrajectoryGroup, WeightVersionSpan
-from rl_loop.session import build_tasks
+from rl_loop.run_parts import build_tasks
 from tests.support.forked_workers import local_ray
 
 LOAD = Load(

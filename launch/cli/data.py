@@ -41,7 +41,7 @@ def data_preview(
 
     from launch.data_preview import print_preview
     from rl_loop.config.load import load_run_config
-    from rl_loop.session import open_conversations
+    from rl_loop.run_parts import open_conversations
 
     codec, opened = open_conversations(load_run_config(path, "sft", overrides))
     with opened:

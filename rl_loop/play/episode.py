@@ -27,7 +27,7 @@ from rl_loop.rollout.agent import EpisodeRunner, RunnerFactory
 from rl_loop.rollout.episode import Episode
 from rl_loop.rollout.worker import RolloutWorker
 from rl_loop.run import local_engine
-from rl_loop.session import build_tasks
+from rl_loop.run_parts import build_tasks
 from rl_loop.tasks.source import TaskMixture
 
 PolicyName = Literal["scripted", "model", "me"]

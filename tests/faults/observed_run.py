@@ -20,7 +20,7 @@ import psutil
 from rl_loop.config.load import load_config
 from rl_loop.config.run import RlConfig
 from rl_loop.harmony.codec import ParsedMessage
-from rl_loop.session import build_tasks
+from rl_loop.run_parts import build_tasks
 from rl_loop.tracking.episode_reader import EpisodeReader
 from rl_loop.tracking.run_directory import RunDirectory, RunDirectoryError, read_json_lines
 from tests.faults.options import Options

@@ -18,7 +18,7 @@ from rl_loop.environments.arithmetic import vocabulary_text
 from rl_loop.export import CHAT_TEMPLATE_FILE, export_policy
 from rl_loop.harmony.codec import Harmony, PromptConfig
 from rl_loop.harmony.vocabulary import TinyVocabulary
-from rl_loop.session import collect_model_card_facts
+from rl_loop.run_parts import collect_model_card_facts
 from rl_loop.tracking.model_card import LOST_BY_MERGING, model_card
 from rl_loop.trainer.weight_export import WeightExport
 from tests.support.rl_loop.prompts import SHORT_PROMPT

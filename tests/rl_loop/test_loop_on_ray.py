@@ -39,7 +39,7 @@ from rl_loop.infrastructure import COMPONENTS, InfrastructureOutageError
 from rl_loop.loop import RlLoop
 from rl_loop.rollout.group_stream import GroupRequest
 from rl_loop.run import RunInterrupted, run_engine_report, run_rl, run_sft
-from rl_loop.session import build_rollouts, build_tasks, build_trainer
+from rl_loop.run_parts import build_rollouts, build_tasks, build_trainer
 from rl_loop.tracking.run_directory import (
     is_training_step,
     metric_curve,

@@ -103,6 +103,7 @@ MODULES_THAT_KNOW_A_WHOLE_CONFIGURATION = {
     "rl_loop/loop.py",
     "rl_loop/play/episode.py",
     "rl_loop/run.py",
+    "rl_loop/run_parts.py",
     "rl_loop/session.py",
 }
 """All other modules receive the sections that they need."""

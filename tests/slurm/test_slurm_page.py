@@ -21,7 +21,7 @@ from transformers.models.gpt_oss import GptOssForCausalLM
 from rl_loop.config.load import load_config
 from rl_loop.config.run import RlConfig
 from rl_loop.harmony.codec import ParsedMessage
-from rl_loop.session import build_tasks
+from rl_loop.run_parts import build_tasks
 from rl_loop.tracking.run_directory import RunDirectory, read_json
 from tests.support.slurm.lab import ROOT, SMALL, Lab, steps_done
 

@@ -28,8 +28,8 @@ from rl_loop.lifecycle.resume_rules import sampling_digest
 from rl_loop.loop import RlLoop
 from rl_loop.rollout.group_store import GroupStore
 from rl_loop.rollout.group_stream import AdmittedGroup, GroupRequest, GroupStream, run_groups
+from rl_loop.run_parts import build_tasks
 from rl_loop.sandbox import python_sandbox
-from rl_loop.session import build_tasks
 from rl_loop.tracking.episode_recorder import EpisodeRecorder
 from rl_loop.tracking.metrics import MetricsWriter
 from rl_loop.tracking.recorder import StepRecorder

@@ -17,7 +17,7 @@ from megatron_gptoss.checkpoint.directory import latest_checkpoint
 from rl_loop.config.load import load_config
 from rl_loop.config.run import RlConfig
 from rl_loop.export import export_policy, greedy_agreement
-from rl_loop.session import build_tasks
+from rl_loop.run_parts import build_tasks
 from rl_loop.tracking.run_directory import read_training_steps
 from rl_loop.trainer.gathered_export import check_mxfp4_experts
 from rl_loop.weight_sync.canary import CanaryError

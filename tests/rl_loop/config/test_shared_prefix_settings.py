@@ -12,7 +12,7 @@ from rl_loop.config.errors import ConfigError
 from rl_loop.config.load import load_config
 from rl_loop.config.run import RlConfig, SftConfig
 from rl_loop.engines.sglang import backend
-from rl_loop.session import backend_context
+from rl_loop.run_parts import backend_context
 
 CONFIGS = Path(__file__).parents[3] / "configs"
 

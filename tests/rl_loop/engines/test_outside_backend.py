@@ -13,7 +13,7 @@ from rl_loop.config.errors import ConfigError
 from rl_loop.config.load import load_config
 from rl_loop.config.run import RlConfig
 from rl_loop.run import run_rl
-from rl_loop.session import build_tasks
+from rl_loop.run_parts import build_tasks
 from rl_loop.tracking.run_directory import read_json_lines
 from tests.support.forked_workers import local_ray
 from tests.support.rl_loop.tiny_runs import RL, Quiet

@@ -10,7 +10,7 @@ import torch
 from rl_loop.config.load import load_config
 from rl_loop.config.run import RlConfig
 from rl_loop.engines.embedded.backend import EmbeddedBackend
-from rl_loop.session import backend_context
+from rl_loop.run_parts import backend_context
 from rl_loop.weight_sync.source import LoadedWeights
 
 TINY = Path(__file__).parents[3] / "configs/rl/tiny_retool.yaml"

@@ -42,7 +42,7 @@ from rl_loop.gateway.serve import ServeOptions
 from rl_loop.harmony.codec import ParsedMessage
 from rl_loop.rollout.collector import TrainingRequests
 from rl_loop.run import run_server
-from rl_loop.session import build_rollouts, build_tasks, build_trainer
+from rl_loop.run_parts import build_rollouts, build_tasks, build_trainer
 from rl_loop.tasks.codec import build_codec
 from rl_loop.weight_sync.canary import CanaryError, CanaryTolerance, check_canary
 from rl_loop.weight_sync.servers import SyncPlan

@@ -25,7 +25,7 @@ from rl_loop.engines.sglang.fleet import SglangFleet
 from rl_loop.engines.sglang.server import ServerState
 from rl_loop.engines.sglang.server_actors import ServerActors, statuses
 from rl_loop.lifecycle.failures import explain
-from rl_loop.session import build_trainer
+from rl_loop.run_parts import build_trainer
 from rl_loop.trainer.group import TrainerGroup
 from rl_loop.weight_sync import gather
 from rl_loop.weight_sync.source import SyncError

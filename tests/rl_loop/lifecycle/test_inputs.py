@@ -19,7 +19,7 @@ from rl_loop.config.run import RlConfig, SftConfig
 from rl_loop.lifecycle import inputs
 from rl_loop.lifecycle.inputs import to_json, weights_digest
 from rl_loop.lifecycle.resume import changes_since, read_run_inputs
-from rl_loop.session import pinned_settings
+from rl_loop.run_parts import pinned_settings
 from rl_loop.tracking.run_directory import RunDirectory, start_run, write_json
 from tests.support.rl_loop.lifecycle.config_keys import CONFIGS
 

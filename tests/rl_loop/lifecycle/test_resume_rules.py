@@ -26,7 +26,7 @@ from rl_loop.lifecycle.resume_rules import sampling_digest as digest_of_values
 from rl_loop.rollout.collector import RolloutCollector, TrainingRequests
 from rl_loop.rollout.group_store import GroupStore
 from rl_loop.rollout.group_stream import AdmittedGroup, GroupStream
-from rl_loop.session import build_tasks, open_conversations
+from rl_loop.run_parts import build_tasks, open_conversations
 from rl_loop.tasks import codec
 from rl_loop.tasks.source import TaskMixture
 from rl_loop.tracking.run_directory import RunDirectory, start_run, write_json

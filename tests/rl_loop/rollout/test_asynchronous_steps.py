@@ -22,7 +22,7 @@ from rl_loop.data.trajectory import Trajectory, TrajectoryGroup
 from rl_loop.loop import RlLoop
 from rl_loop.rollout.collector import TrainingRequests
 from rl_loop.rollout.group_stream import RolloutsAbandoned
-from rl_loop.session import build_tasks
+from rl_loop.run_parts import build_tasks
 from rl_loop.tracking.run_directory import read_training_steps
 from tests.support.in_process import LocalRollouts, local_loop, local_trainer
 from tests.support.rl_loop.small_config import config as small_config

@@ -21,7 +21,7 @@ from rl_loop.engines.backend import BackendContext, EngineConfig, RolloutBackend
 from rl_loop.rollout.collector import TrainingRequests
 from rl_loop.rollout.group_stream import GroupRequest, GroupStream
 from rl_loop.rollout.pool import RolloutPool
-from rl_loop.session import build_tasks
+from rl_loop.run_parts import build_tasks
 from rl_loop.weight_sync.source import LoadedWeights, WeightSource
 from tests.support.forked_workers import local_ray
 from tests.support.rl_loop.small_config import config as small_config

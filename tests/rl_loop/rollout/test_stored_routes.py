@@ -24,7 +24,7 @@ from rl_loop.engines.backend import BackendContext, EngineConfig, RolloutBackend
 from rl_loop.engines.protocol import GenerateRequest, GenerateResult
 from rl_loop.rollout.collector import RolloutCollector, TrainingRequests, held_out_requests
 from rl_loop.rollout.pool import RolloutPool
-from rl_loop.session import build_tasks
+from rl_loop.run_parts import build_tasks
 from rl_loop.trainer.step_plan import load_routes
 from rl_loop.weight_sync.source import WeightSource
 from tests.support.forked_workers import local_ray

@@ -41,8 +41,9 @@ from rl_loop.environments.base import final, think
 from rl_loop.harmony.codec import Harmony, PromptConfig, PythonTool
 from rl_loop.harmony.vocabulary import GptOssVocabulary
 from rl_loop.rollout.agent import run_episode
+from rl_loop.run_parts import build_tasks
 from rl_loop.sandbox import PythonSandbox, SandboxConfig
-from rl_loop.session import SftSession, build_tasks
+from rl_loop.session import SftSession
 from rl_loop.tasks.demonstrations import (
     Demonstration,
     PlayedEpisode,

@@ -16,7 +16,7 @@ from rl_loop.config.load import load_config
 from rl_loop.config.run import RlConfig, SftConfig
 from rl_loop.data.mixture import BLOCK
 from rl_loop.environments import Task
-from rl_loop.session import build_tasks
+from rl_loop.run_parts import build_tasks
 from rl_loop.tasks.source import TaskMixture
 from rl_loop.tasks.task_file import TaskFileError
 
@@ -209,7 +209,7 @@ def test_bad_task_file_is_reported_before_heavy_imports(tmp_path: Path) -> None:
         "from rl_loop.config.load import load_config\n"
         "from rl_loop.config.run import SftConfig\n"
         "from rl_loop.tasks.task_file import TaskFileError\n"
-        "from rl_loop.session import build_tasks\n"
+        "from rl_loop.run_parts import build_tasks\n"
         "try:\n"
         f"    overrides = [{bad!r}, 'tasks.sources.a.environment=retool']\n"
         f"    build_tasks(load_config(Path({str(SFT)!r}), SftConfig, overrides))\n"

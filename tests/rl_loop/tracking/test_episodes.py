@@ -18,7 +18,7 @@ from rl_loop.config.run import RlConfig
 from rl_loop.data.response_check import TrainedTokens
 from rl_loop.data.trajectory import Trajectory, TrajectoryGroup, Turn
 from rl_loop.rollout.group_stream import AdmittedGroup
-from rl_loop.session import build_tasks
+from rl_loop.run_parts import build_tasks
 from rl_loop.tracking import episode_files
 from rl_loop.tracking.episode_files import delete_steps_after, list_files, read_row_groups
 from rl_loop.tracking.episode_reader import EpisodeReader

@@ -21,7 +21,7 @@ from rl_loop.loop import RlLoop
 from rl_loop.rollout.collector import held_out_requests
 from rl_loop.rollout.group_stream import AdmittedGroup, GroupRequest, GroupStream
 from rl_loop.rollout.pool import RolloutPool, WaitingGroup
-from rl_loop.session import build_tasks
+from rl_loop.run_parts import build_tasks
 from rl_loop.tracking.episode_reader import EpisodeReader
 from rl_loop.tracking.metrics import MetricName
 from rl_loop.tracking.run_directory import read_json_lines

@@ -18,7 +18,7 @@ from rl_loop.config.load import load_config
 from rl_loop.config.run import RlConfig
 from rl_loop.engines.embedded.backend import build_engine
 from rl_loop.engines.embedded.engine import TransformersEngine
-from rl_loop.session import build_tasks
+from rl_loop.run_parts import build_tasks
 from rl_loop.trainer.group import TrainerGroup
 from rl_loop.weight_sync.canary import TOLERANCES, CanaryError, CanaryTolerance, check_canary
 from tests.support.in_process import LocalRank

@@ -11,7 +11,7 @@ from rl_loop.config.run import RlConfig
 from rl_loop.data.trajectory import Trajectory, TrajectoryGroup, WeightVersionSpan
 from rl_loop.loop import RlLoop
 from rl_loop.rollout.group_stream import AdmittedGroup, GroupRequest, GroupStream
-from rl_loop.session import build_tasks
+from rl_loop.run_parts import build_tasks
 from rl_loop.trainer.checkpointer import Checkpointer, RunState
 
 
