@@ -52,7 +52,7 @@ def server_command(options: argparse.Namespace, model: Path, port: int) -> list[
     # triton_kernel, SGLang's default for GPT-OSS, does not record routes.
     words += ["--moe-runner-backend", "triton", "--enable-return-routed-experts"]
     words += ["--mem-fraction-static", "0.3"]
-    # Same as in a run (rl_loop/engines/sglang/config.py).
+    # Same as in a run (rl_loop/engines/sglang/server_command.py).
     words += ["--sampling-backend", "pytorch", "--grammar-backend", "none"]
     if options.deterministic:
         words += ["--enable-deterministic-inference", "--disable-radix-cache"]
