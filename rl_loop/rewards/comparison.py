@@ -43,9 +43,9 @@ from rl_loop.rewards.statement import (
     StatementList,
     WordsStatement,
     is_name,
-    read_statement,
     signs_expanded,
 )
+from rl_loop.rewards.statement_parser import read_statement
 from rl_loop.rewards.units import equivalent_units
 
 
