@@ -62,7 +62,7 @@ def serve(
     history: History = "harmony",
 ) -> None:
     """Serve a checkpoint over OpenAI's API: chat completions and responses."""
-    from rl_loop.config.load import load_served_config
+    from rl_loop.config.served import load_served_config
 
     # Every check runs before the import of the server, which loads torch.
     config = load_served_config(path, overrides)

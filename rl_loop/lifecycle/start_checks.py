@@ -18,9 +18,9 @@ from rl_loop.chat.tokenizer_vocabulary import TOKENIZER_FILE, text_tokens
 from rl_loop.cluster.placement import has_placement
 from rl_loop.config.errors import StartError
 from rl_loop.config.every_run import RunConfig
-from rl_loop.config.load import load_served_config
 from rl_loop.config.rollout_advice import rollout_warnings
 from rl_loop.config.run import RlConfig, SftConfig, read_model
+from rl_loop.config.served import load_served_config
 from rl_loop.config.tasks import SourceConfig
 from rl_loop.conversations.config import DataConfig
 from rl_loop.data.hub import is_hub_dataset

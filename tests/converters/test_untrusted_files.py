@@ -26,7 +26,7 @@ from converters.verify import verify
 from megatron_gptoss.families.registry import read_hf_config
 from rl_loop.chat.tokenizer_vocabulary import read_vocabulary
 from rl_loop.chatml.vocabulary import ChatMlVocabulary
-from rl_loop.config.load import load_served_config
+from rl_loop.config.served import load_served_config
 from rl_loop.lifecycle.weight_checks import check_weights
 from tests.support.converters.models import TINY, save_hf
 from tests.support.converters.peft_adapters import write_adapter

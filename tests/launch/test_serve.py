@@ -17,8 +17,9 @@ from transformers import GptOssConfig, Qwen2Config, Qwen2ForCausalLM
 from launch.cli import serving
 from rl_loop.chatml.vocabulary import tiny_vocabulary
 from rl_loop.config.errors import ConfigError, StartError
-from rl_loop.config.load import dump_config, load_rl_config, load_run_config, load_served_config
+from rl_loop.config.load import dump_config, load_rl_config, load_run_config
 from rl_loop.config.run import RlConfig
+from rl_loop.config.served import load_served_config
 from rl_loop.lifecycle.start_checks import check_server_requirements
 from rl_loop.served_weights import choose_served_weights
 from rl_loop.tasks.codec import build_codec

@@ -97,6 +97,7 @@ MODULES_THAT_KNOW_A_WHOLE_CONFIGURATION = {
     "launch/rollout_plan.py",
     "launch/submit.py",
     "rl_loop/config/load.py",
+    "rl_loop/config/served.py",
     "rl_loop/lifecycle/disk_checks.py",
     "rl_loop/lifecycle/resume.py",
     "rl_loop/lifecycle/start_checks.py",

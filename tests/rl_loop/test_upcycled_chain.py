@@ -22,8 +22,9 @@ from converters.upcycling.calibration_text import calibration_tokens
 from converters.upcycling.convert import upcycle
 from launch.cli import app
 from rl_loop.chatml.codec import ChatMl
-from rl_loop.config.load import load_config, load_served_config
+from rl_loop.config.load import load_config
 from rl_loop.config.run import RlConfig, SftConfig
+from rl_loop.config.served import load_served_config
 from rl_loop.data.samples import to_samples
 from rl_loop.data.trajectory import FinishReason
 from rl_loop.harmony.codec import Harmony

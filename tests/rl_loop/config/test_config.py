@@ -14,9 +14,10 @@ from megatron_gptoss.families.gpt_oss.config import GptOssModelConfig
 from megatron_gptoss.rope_scaling import YarnScaling
 from rl_loop.config.errors import ConfigError
 from rl_loop.config.every_run import RunConfig
-from rl_loop.config.load import dump_config, load_config, load_served_config, value_origins
+from rl_loop.config.load import dump_config, load_config, value_origins
 from rl_loop.config.rollout import RolloutConfig
 from rl_loop.config.run import RlConfig, SftConfig
+from rl_loop.config.served import load_served_config
 from rl_loop.config.shipped import find_config, shipped_files, shipped_names
 
 CONFIGS = Path(__file__).parents[3] / "configs"
