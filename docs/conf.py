@@ -31,6 +31,7 @@ NAVIGATION: dict[str, list[str]] = {
         "running",
         "resuming",
         "launching",
+        "sglang",
         "viewer",
         "hyperparameters",
         "metrics",
@@ -61,7 +62,7 @@ NAVIGATION: dict[str, list[str]] = {
     "Operate": ["sandbox", "security"],
     "Reference": ["reference/configuration", "reference/api", "reference/openai_api"],
     "Results": ["status", "performance", "performance/*"],
-    "Design notes": ["architecture", "reliability", "sglang", "design/*"],
+    "Design notes": ["architecture", "reliability", "design/*"],
 }
 """Pages by section, in the order that a new user needs them. A page in no section fails the build."""
 

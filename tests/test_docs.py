@@ -22,6 +22,7 @@ from typer.testing import CliRunner
 
 from launch.cli import app
 from rl_loop.config.load import load_run_config
+from rl_loop.config.run import RlConfig
 from rl_loop.config.shipped import find_config, shipped_files
 from rl_loop.data.trajectory import Trajectory, TrajectoryGroup
 from rl_loop.environments import Task, make_offline_environment
@@ -65,8 +66,7 @@ def test_links_lead_to_files_and_headings_that_exist(page: Path) -> None:
 def test_every_page_is_in_the_index() -> None:
     index = (ROOT / "docs/README.md").read_text()
     linked = {(ROOT / "docs" / path).resolve() for path in re.findall(r"\]\(([\w/.-]+)", index)}
-    performance = set((ROOT / "docs/performance").glob("*.md"))
-    pages = set((ROOT / "docs").rglob("*.md")) - performance - {ROOT / "docs/README.md"}
+    pages = set((ROOT / "docs").rglob("*.md")) - {ROOT / "docs/README.md"}
     assert pages <= linked
 
 
@@ -343,8 +343,14 @@ def test_mcp_example_plays_its_episode_and_loads(tmp_path: Path) -> None:
 
     shipped = yaml.safe_load((ROOT / "configs/rl/gpt-oss-20b-adapter_1x1.yaml").read_text())
     (tmp_path / "shop.yaml").write_text(yaml.safe_dump(shipped | yaml.safe_load(tasks)))
-    config = load_run_config(tmp_path / "shop.yaml", "rl", None)
+    (command,) = re.findall(r"^    gptoss rl shop.yaml (.*)", page, flags=re.M)
+    overrides = command.replace("CHECKOUT", str(ROOT)).split()
+    config = load_run_config(tmp_path / "shop.yaml", "rl", overrides)
+    assert isinstance(config, RlConfig)
     assert config.tasks.sources["shop"].environment == "mcp"
+    # Defaults of both would end the run: a folder that does not exist, a Python without SGLang.
+    assert config.initial_weights == ROOT / "models/gpt-oss-20b"
+    assert config.rollout.engine.python == "/opt/sglang/bin/python"
 
 
 # ---- the pages about tasks and one step

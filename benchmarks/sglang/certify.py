@@ -3,7 +3,7 @@
 ``python -m benchmarks.sglang certify --attention fa3 --python /opt/sglang/bin/python`` writes
 weights, starts a server with them and runs the checks. It needs one GPU. ``--python`` and
 ``--pythonpath`` select SGLang's environment. With ``--attention triton``, the plugin of
-docs/sglang.md adds the last key of the window to decoding. With ``--without-plugin``, the
+docs/design/sglang.md adds the last key of the window to decoding. With ``--without-plugin``, the
 certification must fail. Prints the report and its path. The exit code is that of ``gptoss
 certify``.
 """

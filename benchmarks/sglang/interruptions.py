@@ -12,8 +12,8 @@ Halfway, the server is paused and continues immediately, so that only the interr
 - ``in_place``: the server keeps requests and keys.
 
 ``retract`` and ``in_place`` show the cost of ``abort``. A weight sync does not use them
-(docs/sglang.md has the reason). The modes alternate within a round, each with different prompts.
-Prints one JSON object per number of requests and mode.
+(docs/design/sglang.md has the reason). The modes alternate within a round, each with different
+prompts. Prints one JSON object per number of requests and mode.
 """
 
 from __future__ import annotations

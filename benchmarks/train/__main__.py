@@ -9,7 +9,10 @@ PROGRAMS = {
     "shared-prefixes": "shared_prefixes",
 }
 DEFAULT = "cases"
-"""Module that reads the command line unless its first word names a program."""
+"""Module that reads the command line unless its first word names a program.
+
+It has the commands ``step``, ``memory`` and ``stock``, as in ``python -m benchmarks.train step``.
+"""
 
 if __name__ == "__main__":
     run_program("benchmarks.train", PROGRAMS, DEFAULT)

@@ -109,7 +109,7 @@ ACTIVATION = (
     ModelFault(
         "the activation is not clamped",
         FaultyVariant(clamp="absent"),
-        "sgl-project/sglang#39939; config.json without swiglu_limit (docs/sglang.md)",
+        "sgl-project/sglang#39939; config.json without swiglu_limit",
     ),
     ModelFault(
         "the clamp comes before the bias",
@@ -177,7 +177,7 @@ DECODING = (
     ModelFault(
         "one key too few in the window of decoded tokens",
         FaultyVariant(decoding_window_offset=-1),
-        "SGLang's triton attention: sgl-project/sglang#32087, docs/sglang.md",
+        "SGLang's triton attention: sgl-project/sglang#32087, docs/design/sglang.md",
     ),
     ModelFault(
         "one key too many in the window of decoded tokens",
@@ -203,7 +203,7 @@ def orientation_faults(config: GptOssModelConfig) -> tuple[ModelFault, ...]:
 
 def update_faults(config: GptOssModelConfig) -> tuple[ModelFault, ...]:
     """Return faults of an update from one set of weights to another."""
-    unnamed = "engines that ignore unknown names and answer success (docs/sglang.md)"
+    unnamed = "engines that ignore unknown names and answer success (docs/design/sglang.md)"
     faults = [
         ModelFault(
             "no tensor was updated",

@@ -9,8 +9,8 @@ from torch import Tensor
 from rl_loop.certify.check_run import CheckRun, gap, joined
 from rl_loop.certify.checks.titles import TITLES
 from rl_loop.certify.implementation import UnsupportedOperationError, checked_scores
+from rl_loop.certify.probe_sequences import ProbeSequence
 from rl_loop.certify.report import CheckOutcome, CheckResult, DiagnosedFault
-from rl_loop.certify.texts import ProbeText
 from rl_loop.certify.variants import EXACT, FaultyVariant, ReferenceModel
 
 SURE_MARGIN = {"fp32": 1e-3, "bf16": 0.5}
@@ -22,8 +22,8 @@ ROUTES_AGREEING = 0.98
 def check_returned_routes(check_run: CheckRun) -> CheckResult:
     """Compare the experts that the implementation reports with the reference's."""
     title = TITLES["routes returned"]
-    texts = [*check_run.texts.short, *check_run.texts.window]
-    returned = [scored.routes for scored in check_run.scored(texts)]
+    sequences = [*check_run.sequences.short, *check_run.sequences.window]
+    returned = [scored.routes for scored in check_run.scored(sequences)]
     if any(routes is None for routes in returned):
         raise UnsupportedOperationError(
             f"{check_run.implementation.name} does not return routed experts"
@@ -31,10 +31,10 @@ def check_returned_routes(check_run: CheckRun) -> CheckResult:
 
     config = check_run.weights.config
     agreeing = compared = 0
-    for routes, text in zip(returned, texts, strict=True):
-        expected = check_run.evaluated(text, check_run.explanation)
+    for routes, sequence in zip(returned, sequences, strict=True):
+        expected = check_run.evaluated(sequence, check_run.explanation)
         answered = np.asarray(routes)
-        shape = (len(text.ids) - 1, config.num_layers, config.experts_per_token)
+        shape = (len(sequence.ids) - 1, config.num_layers, config.experts_per_token)
         if answered.shape != shape:
             summary = f"routes have the shape {answered.shape}, expected {shape}"
             return CheckResult("routes returned", title, CheckOutcome.FAILED, summary)
@@ -51,19 +51,22 @@ def check_returned_routes(check_run: CheckRun) -> CheckResult:
     )
     if share >= ROUTES_AGREEING:
         return CheckResult("routes returned", title, CheckOutcome.PASSED, summary)
-    causes = _route_causes(check_run, texts, [np.asarray(routes) for routes in returned])
+    causes = _route_causes(check_run, sequences, [np.asarray(routes) for routes in returned])
     return CheckResult("routes returned", title, CheckOutcome.FAILED, summary, causes)
 
 
 def _route_causes(
-    check_run: CheckRun, texts: Sequence[ProbeText], returned: Sequence[np.ndarray]
+    check_run: CheckRun, sequences: Sequence[ProbeSequence], returned: Sequence[np.ndarray]
 ) -> tuple[DiagnosedFault, ...]:
     """Return the known fault of the routes, if any."""
     if not any(routes.any() for routes in returned):
-        source = "SGLang with the MoE backend triton_kernel: docs/sglang.md"
+        source = "SGLang with the MoE backend triton_kernel: docs/design/sglang.md"
         return (DiagnosedFault("all returned routes are zero", source),)
 
-    expected = [check_run.evaluated(text, check_run.explanation).routes.numpy() for text in texts]
+    expected = [
+        check_run.evaluated(sequence, check_run.explanation).routes.numpy()
+        for sequence in sequences
+    ]
 
     def share(change: Callable[[np.ndarray], np.ndarray]) -> float:
         """Return the share of routes that are correct after ``change``."""
@@ -86,11 +89,11 @@ def _route_causes(
 def check_given_routes(check_run: CheckRun) -> CheckResult:
     """Give experts that the router would not choose, and check that the implementation uses them."""
     title = TITLES["routes given"]
-    texts = check_run.texts.short
-    ids = [text.ids for text in texts]
+    sequences = check_run.sequences.short
+    ids = [sequence.ids for sequence in sequences]
     experts = check_run.weights.config.num_experts
     # These experts are distinct, too, and mostly not those of the router.
-    routes = [(check_run.evaluated(text).routes + 1) % experts for text in texts]
+    routes = [(check_run.evaluated(sequence).routes + 1) % experts for sequence in sequences]
     scores = checked_scores(
         check_run.implementation,
         check_run.implementation.score_with_routes(ids, [r.numpy() for r in routes]),
@@ -100,9 +103,9 @@ def check_given_routes(check_run: CheckRun) -> CheckResult:
 
     def expected(reference: ReferenceModel, given: bool, variant: FaultyVariant) -> Tensor:
         pieces = []
-        for text, route in zip(ids, routes, strict=True):
+        for sequence, route in zip(ids, routes, strict=True):
             chosen = route if given else None
-            pieces.append(reference.evaluate(text, variant, routes=chosen).log_probs)
+            pieces.append(reference.evaluate(sequence, variant, routes=chosen).log_probs)
         return torch.cat(pieces)
 
     wanted = expected(check_run.exact, True, check_run.explanation)

@@ -3,7 +3,7 @@
 SGLang 0.5.17 calls FlashAttention 3, whose tiles have 192 query rows. A decoding step of GPT-OSS
 fills 8 of them: one token, and 8 query heads per key/value head. With 256 requests on an H200 it
 took 69 us in each of the 12 layers with a window of 128 tokens. Reading their keys and values takes
-about 16 us. This kernel takes 23 us (docs/sglang.md).
+about 16 us. This kernel takes 23 us (docs/design/sglang.md).
 
 A program computes one key/value head of one request. It reads the slots of the last tokens from the
 page table, then their keys and values. Triton's pipeline starts the loads of the whole window into
