@@ -84,7 +84,7 @@ class StepStatistics:
     reduction of gradients. Messages of tensor and context parallelism count as forward or backward.
     """
     tokens_per_second_per_gpu: float = 0.0
-    """Trained tokens per second and GPU."""
+    """Tokens in the rows of all micro-batches, with prompts and padding, per second and GPU."""
     tflops_per_gpu: float = 0.0
     """TFLOP/s per GPU by ``training_flops``, which does not count recomputation."""
     mfu: float | None = None

@@ -153,7 +153,8 @@ def mismatch_sums(
 
     - ``prob_ratio`` averages exp(|d|), also known as token_mult_prob_error. 1 is no mismatch.
     - ``chi_square`` averages (exp(d) - 1)^2, the variance of the importance weight.
-    - ``log_perplexity_train`` and ``log_perplexity_rollout``: exp of the average is the perplexity.
+    - ``log_perplexity_trainer`` and ``log_perplexity_rollout``: exp of the average is the
+      perplexity.
     - ``log_perplexity_gap_max`` is the largest |mean of d| of a sequence, the difference of its two
       log-perplexities. ``log_perplexity_gap_mean``, divided by ``sequences``, is the average of
       these differences over sequences.

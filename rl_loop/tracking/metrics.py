@@ -57,7 +57,8 @@ class MetricName:
     ENTROPY = "entropy"
     # Newest value of the step.
     LEARNING_RATE = "learning_rate"
-    # Sampled and trained tokens of the step per second of wall time.
+    # Tokens of the step's episodes (prompts, tool outputs and sampled tokens) per second of wall
+    # time. In SFT, all tokens of the step's samples.
     TOKENS_PER_SECOND = "tokens_per_second"
     # Wall time of the step.
     STEP_SECONDS = "seconds/step"

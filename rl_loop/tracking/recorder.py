@@ -70,7 +70,11 @@ class StepRecord:
         metrics.add(f"seconds/{phase}", time.monotonic() - began, "sum", "phases")
 
     def add_speed(self, tokens: int) -> None:
-        """Add the step's wall time until now, and its sampled and trained tokens per second."""
+        """Add the step's wall time until now in seconds, and ``tokens`` per second.
+
+        Args:
+            tokens: all tokens of the step's sequences: prompts, tool outputs and sampled tokens.
+        """
         seconds = time.monotonic() - self._began
         self.metrics.add(MetricName.STEP_SECONDS, seconds, "last")
         self.metrics.add(MetricName.TOKENS_PER_SECOND, tokens / seconds, "last")

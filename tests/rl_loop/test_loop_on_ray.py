@@ -51,6 +51,7 @@ from rl_loop.trainer.ray_ranks import RankDiedError, TrainerProcess
 from rl_loop.weight_sync.canary import CanaryError, CanaryTolerance, check_canary
 from rl_loop.weight_sync.source import LoadedWeights
 from tests.support.forked_workers import local_ray
+from tests.support.metric_names import undocumented_metrics
 from tests.support.rl_loop.tiny_runs import CONFIGS, RL, SMALL, Quiet, curve
 from tests.support.waiting import wait_until
 
@@ -177,6 +178,7 @@ def test_terminal_files_and_pages_have_equal_step_numbers(
     assert [int(step) for step, text in lines if text.startswith("held out")] == evaluated
 
     records = read_json_lines(run / "metrics.jsonl")
+    assert undocumented_metrics(set().union(*records)) == []
     assert metric_curve(records, "reward")[0] == trained
     assert metric_curve(records, "held_out/accuracy")[0] == evaluated
     events = EventAccumulator(str(run / "tensorboard"))
@@ -191,7 +193,7 @@ def test_terminal_files_and_pages_have_equal_step_numbers(
     pairs = zip(curves["steps"], shown_rewards, strict=True)
     assert [step for step, reward in pairs if reward is not None] == trained
     viewed.episodes.refresh()
-    rows = viewed.episodes.figures.to_pylist()
+    rows = viewed.episodes.summary_table.to_pylist()
     assert sorted({row["step"] for row in rows if row["split"] == "train"}) == trained
     assert sorted({row["step"] for row in rows if row["split"] == "held_out"}) == evaluated
 

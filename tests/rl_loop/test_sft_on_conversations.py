@@ -26,6 +26,7 @@ from rl_loop.lifecycle.start_checks import check_chat_format
 from rl_loop.run import RunInterrupted, run_sft
 from rl_loop.tracking.run_directory import read_json, read_json_lines
 from tests.support.forked_workers import local_ray
+from tests.support.metric_names import undocumented_metrics
 from tests.support.rl_loop.conversations.written_by_hand import chat, said, user
 from tests.support.rl_loop.tiny_runs import Quiet
 from tests.support.rl_loop.tiny_sft import ROOT, config
@@ -78,6 +79,9 @@ def test_sft_run_validates_reports_rejected_lines_and_exports(tmp_path: Path) ->
     assert measured[6] < measured[0]
     # Before the first step the policy is random, so all tokens are about equally likely.
     assert measured[0] == pytest.approx(math.log(600), rel=0.2)
+
+    records = read_json_lines(run / "metrics.jsonl")
+    assert undocumented_metrics(set().union(*records)) == []
 
     summary = read_json(run / "summary.json")
     assert summary["steps"] == 6
