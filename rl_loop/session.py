@@ -215,7 +215,7 @@ class RunSession(ABC):
     def _start_recording(self, state: "RunState") -> None:
         from rl_loop.tracking.episode_recorder import EpisodeRecorder
         from rl_loop.tracking.experiment_trackers import experiment_trackers
-        from rl_loop.tracking.metric_sinks import prometheus_listener
+        from rl_loop.tracking.prometheus_metrics import prometheus_listener
         from rl_loop.tracking.recorder import StepRecorder
         from rl_loop.trainer.checkpointer import Checkpointer
 

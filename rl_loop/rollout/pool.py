@@ -36,7 +36,7 @@ from rl_loop.infrastructure import describe
 from rl_loop.logs import with_logging
 from rl_loop.rollout.group_stream import AdmittedGroup, GroupRequest, GroupStream, run_groups
 from rl_loop.rollout.worker import RolloutWorker, with_routes
-from rl_loop.tracking.metric_sinks import RolloutCounters
+from rl_loop.tracking.prometheus_metrics import RolloutCounters
 from rl_loop.weight_sync.source import WeightSource
 
 WAIT_SECONDS = 0.05
