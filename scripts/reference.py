@@ -69,8 +69,8 @@ API: dict[str, dict[str, list[str]]] = {
     "Checks of implementations": {
         "rl_loop.certify.implementation": [
             "ModelImplementation",
-            "ScoredText",
-            "SampledText",
+            "ScoredSequence",
+            "SampledSequence",
             "UnsupportedOperationError",
         ],
         "rl_loop.certify.run": ["certify", "CertifyOptions"],

@@ -16,10 +16,10 @@ from torch import Tensor
 
 from megatron_gptoss.config.precision import Precision, torch_dtype
 from rl_loop.certify.faults import ModelFault
-from rl_loop.certify.implementation import ModelImplementation, ScoredText, checked_scores
+from rl_loop.certify.implementation import ModelImplementation, ScoredSequence, checked_scores
 from rl_loop.certify.model import WeightSet
+from rl_loop.certify.probe_sequences import ProbeSequence, ProbeSequences
 from rl_loop.certify.report import FaultVisibility
-from rl_loop.certify.texts import ProbeText, ProbeTexts
 from rl_loop.certify.variants import EXACT, FaultyVariant, ReferenceModel, ReferenceResult, combined
 from rl_loop.harmony.vocabulary import Vocabulary
 
@@ -43,7 +43,8 @@ ReferenceName = Literal["exact", "rounded", "updated", "updated_rounded"]
 class ResultCache:
     """Cached results of the references."""
 
-    # Checks share texts and faults, and each evaluation is a whole forward pass. Keep all results.
+    # Checks share sequences and faults, and each evaluation is a whole forward pass. Keep all
+    # results.
     evaluated: dict[tuple[ReferenceName, tuple[int, ...], FaultyVariant], ReferenceResult] = field(
         default_factory=dict
     )
@@ -60,7 +61,7 @@ class CheckRun:
     weights: WeightSet
     second: WeightSet | None
     precision: Precision
-    texts: ProbeTexts
+    sequences: ProbeSequences
     vocabulary: Vocabulary | None
     """Vocabulary of the weights. None if it is unknown."""
     explanation: FaultyVariant = EXACT
@@ -68,7 +69,7 @@ class CheckRun:
     not reported as another."""
     found: list[ModelFault] = field(default_factory=list)
     memory: ResultCache = field(default_factory=ResultCache)
-    _scored: dict[tuple[int, ...], ScoredText] = field(default_factory=dict)
+    _scored: dict[tuple[int, ...], ScoredSequence] = field(default_factory=dict)
 
     @cached_property
     def exact(self) -> ReferenceModel:
@@ -103,61 +104,70 @@ class CheckRun:
         """Directory of the implementation's initial weights."""
         return self.weights.directory
 
-    def scored(self, texts: Sequence[ProbeText]) -> list[ScoredText]:
-        """Return the implementation's scores of texts. Results are cached."""
-        # Pass all missing texts in one call, so that the implementation can compute them in a batch.
-        missing = [text.ids for text in texts if text.ids not in self._scored]
+    def scored(self, sequences: Sequence[ProbeSequence]) -> list[ScoredSequence]:
+        """Return the implementation's scores of sequences. Results are cached."""
+        # Pass all missing sequences in one call, so that the implementation can compute them in a
+        # batch.
+        missing = [sequence.ids for sequence in sequences if sequence.ids not in self._scored]
         if missing:
             scores = checked_scores(
                 self.implementation, self.implementation.score(missing), missing
             )
             self._scored |= zip(missing, scores, strict=True)
-        return [self._scored[text.ids] for text in texts]
+        return [self._scored[sequence.ids] for sequence in sequences]
 
-    def log_probs(self, texts: Sequence[ProbeText]) -> Tensor:
-        """Return the implementation's log-probs of texts, concatenated, fp64."""
-        return joined([scored.log_probs for scored in self.scored(texts)])
+    def log_probs(self, sequences: Sequence[ProbeSequence]) -> Tensor:
+        """Return the implementation's log-probs of sequences, concatenated, fp64."""
+        return joined([scored.log_probs for scored in self.scored(sequences)])
 
     def evaluated(
-        self, text: ProbeText, variant: FaultyVariant = EXACT, which: ReferenceName = "exact"
+        self,
+        sequence: ProbeSequence,
+        variant: FaultyVariant = EXACT,
+        which: ReferenceName = "exact",
     ) -> ReferenceResult:
-        """Return the result of a reference for a text. Results are cached."""
-        key = (which, text.ids, variant)
+        """Return the result of a reference for a sequence. Results are cached."""
+        key = (which, sequence.ids, variant)
         if key not in self.memory.evaluated:
             # A cached property by its name: a reference converts all weights, so create it on first
             # use.
             reference: ReferenceModel = getattr(self, which)
-            self.memory.evaluated[key] = reference.evaluate(text.ids, variant)
+            self.memory.evaluated[key] = reference.evaluate(sequence.ids, variant)
         return self.memory.evaluated[key]
 
     def expected(
         self,
-        texts: Sequence[ProbeText],
+        sequences: Sequence[ProbeSequence],
         variant: FaultyVariant | None = None,
         which: ReferenceName = "exact",
     ) -> Tensor:
-        """Return a reference's log-probs of texts, concatenated.
+        """Return a reference's log-probs of sequences, concatenated.
 
         Args:
-            texts: texts to evaluate.
+            sequences: sequences to evaluate.
             variant: faults of the computation. Default: ``explanation``.
             which: reference to use.
         """
         chosen = self.explanation if variant is None else variant
-        return torch.cat([self.evaluated(text, chosen, which).log_probs for text in texts])
+        return torch.cat(
+            [self.evaluated(sequence, chosen, which).log_probs for sequence in sequences]
+        )
 
-    def noise(self, texts: Sequence[ProbeText]) -> Tensor:
+    def noise(self, sequences: Sequence[ProbeSequence]) -> Tensor:
         """Return the error per token of the reference in the implementation's precision."""
-        return (self.expected(texts, EXACT, "rounded") - self.expected(texts, EXACT)).abs()
+        return (self.expected(sequences, EXACT, "rounded") - self.expected(sequences, EXACT)).abs()
 
     def gradients(
-        self, texts: Sequence[ProbeText], variant: FaultyVariant, which: ReferenceName = "exact"
+        self,
+        sequences: Sequence[ProbeSequence],
+        variant: FaultyVariant,
+        which: ReferenceName = "exact",
     ) -> dict[str, Tensor]:
         """Return a reference's gradients. Results are cached."""
-        key = (which, tuple(text.ids for text in texts), variant)
+        key = (which, tuple(sequence.ids for sequence in sequences), variant)
         if key not in self.memory.gradients:
             reference: ReferenceModel = getattr(self, which)
-            computed = reference.gradients([text.ids for text in texts], variant)
+            computed = reference.gradients([sequence.ids for sequence in sequences], variant)
             self.memory.gradients[key] = computed
         return self.memory.gradients[key]
 
@@ -177,19 +187,19 @@ class CheckRun:
         return max(SAFETY * float(noise.clamp(max=MAX_GAP).mean()), FLOORS[self.precision])
 
     def visibilities(
-        self, faults: Sequence[ModelFault], texts: Sequence[ProbeText], start: FaultyVariant
+        self, faults: Sequence[ModelFault], sequences: Sequence[ProbeSequence], start: FaultyVariant
     ) -> tuple[FaultVisibility, ...]:
         """Search the implementation's scores for faults in addition to those of ``start``."""
 
         def with_fault(fault: ModelFault) -> Tensor:
-            return self.expected(texts, combined(start, fault.variant))
+            return self.expected(sequences, combined(start, fault.variant))
 
         return self.measure_visibility(
             faults,
             with_fault,
-            self.log_probs(texts),
-            self.expected(texts, start),
-            self.noise(texts),
+            self.log_probs(sequences),
+            self.expected(sequences, start),
+            self.noise(sequences),
         )
 
     def measure_visibility(
@@ -240,7 +250,7 @@ class CheckRun:
 
 
 def joined(values: Sequence[Sequence[float]]) -> Tensor:
-    """Concatenate log-probs of several texts in fp64."""
+    """Concatenate log-probs of several sequences in fp64."""
     return torch.cat([torch.as_tensor(value, dtype=torch.float64) for value in values])
 
 

@@ -21,8 +21,8 @@ class ImplementationError(UserError, RuntimeError):
 
 
 @dataclass(frozen=True)
-class ScoredText:
-    """Log-probs of an implementation for a text of n tokens."""
+class ScoredSequence:
+    """Log-probs of an implementation for a sequence of n tokens."""
 
     log_probs: Sequence[float]
     """n - 1 natural logs: entry i is log p(token i + 1 | tokens 0..i) at temperature 1."""
@@ -32,7 +32,7 @@ class ScoredText:
 
 
 @dataclass(frozen=True)
-class SampledText:
+class SampledSequence:
     """Sampled continuation."""
 
     ids: Sequence[int]
@@ -43,40 +43,45 @@ class SampledText:
 class ModelImplementation:
     """Base class of trainers and engines. Only ``score`` is required; other methods add checks.
 
-    All methods use the weights of the directory given at the start, or of the last ``update``.
-    Implementations may compute texts in batches or in sequence.
+    All methods use the weights of the directory given at the start, or of the last
+    ``load_weights``. Implementations may compute sequences in batches or one after another.
     """
 
     name = "an implementation"
     is_deterministic = False
     """True if the implementation claims bitwise equal results, whatever else it computes."""
 
-    def score(self, texts: Sequence[Sequence[int]]) -> list[ScoredText]:
-        """Score each text independently."""
+    def score(self, sequences: Sequence[Sequence[int]]) -> list[ScoredSequence]:
+        """Score each sequence independently."""
         raise NotImplementedError
 
-    def score_packed(self, texts: Sequence[Sequence[int]]) -> list[ScoredText]:
-        """Score texts that are concatenated in one packed row."""
+    def score_packed(self, sequences: Sequence[Sequence[int]]) -> list[ScoredSequence]:
+        """Score sequences that are concatenated in one packed row."""
         self._reject("packed rows")
 
     def score_with_routes(
-        self, texts: Sequence[Sequence[int]], routes: Sequence[np.ndarray]
-    ) -> list[ScoredText]:
-        """Score texts with given experts, int64 [n - 1, layers, top_k], instead of the router's."""
+        self, sequences: Sequence[Sequence[int]], routes: Sequence[np.ndarray]
+    ) -> list[ScoredSequence]:
+        """Score sequences with given experts instead of the router's choice.
+
+        Args:
+            sequences: token ids.
+            routes: int64 [n - 1, layers, top_k] for each sequence of n tokens.
+        """
         self._reject("given routes")
 
-    def generate(self, prompt: Sequence[int], max_new_tokens: int) -> SampledText:
+    def generate(self, prompt: Sequence[int], max_new_tokens: int) -> SampledSequence:
         """Continue a prompt greedily. No token stops generation."""
         self._reject("generation")
 
-    def gradients(self, texts: Sequence[Sequence[int]]) -> dict[str, torch.Tensor]:
-        """Return the gradients of the mean of -log p over all predicted tokens of all texts.
+    def gradients(self, sequences: Sequence[Sequence[int]]) -> dict[str, torch.Tensor]:
+        """Return the gradients of the mean of -log p over all predicted tokens of all sequences.
 
         They have the names and layouts of Hugging Face. The weights do not change.
         """
         self._reject("gradients")
 
-    def update(self, directory: Path) -> None:
+    def load_weights(self, directory: Path) -> None:
         """Load the weights of another Hugging Face directory with the same architecture."""
         self._reject("an update of its weights")
 
@@ -97,21 +102,21 @@ class ModelImplementation:
 
 def checked_scores(
     implementation: ModelImplementation,
-    scores: Sequence[ScoredText],
-    texts: Sequence[Sequence[int]],
-) -> list[ScoredText]:
-    """Return the scores. Raises ImplementationError if they do not fit the texts."""
+    scores: Sequence[ScoredSequence],
+    sequences: Sequence[Sequence[int]],
+) -> list[ScoredSequence]:
+    """Return the scores. Raises ImplementationError if they do not fit the sequences."""
     # Implementations are servers and code of users, so check the answers before they are compared.
-    if len(scores) != len(texts):
+    if len(scores) != len(sequences):
         raise ImplementationError(
-            f"{implementation.name} gave {len(scores)} answers for {len(texts)} texts"
+            f"{implementation.name} gave {len(scores)} answers for {len(sequences)} sequences"
         )
-    for scored, text in zip(scores, texts, strict=True):
+    for scored, sequence in zip(scores, sequences, strict=True):
         values = np.asarray(scored.log_probs, dtype=np.float64)
-        if values.shape != (len(text) - 1,):
+        if values.shape != (len(sequence) - 1,):
             raise ImplementationError(
-                f"{implementation.name} gave {values.shape} log-probs for a text of {len(text)} tokens, "
-                f"expected {len(text) - 1}"
+                f"{implementation.name} gave {values.shape} log-probs for a sequence of {len(sequence)} tokens, "
+                f"expected {len(sequence) - 1}"
             )
         # In a mean over tokens, NaN would not show its position.
         if not np.isfinite(values).all():

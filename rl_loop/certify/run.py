@@ -27,8 +27,8 @@ from rl_loop.certify.model import (
     find_vocabulary,
     read_weights,
 )
+from rl_loop.certify.probe_sequences import ProbeSequence, ProbeSequences
 from rl_loop.certify.report import CertifyReport, CheckOutcome, CheckResult
-from rl_loop.certify.texts import ProbeText, ProbeTexts
 from rl_loop.certify.variants import ReferenceModel, variant_frequencies
 from rl_loop.harmony.vocabulary import SPECIAL_TOKENS, Vocabulary, special_id
 from rl_loop.registry import Registry
@@ -36,7 +36,7 @@ from rl_loop.registry import Registry
 REFERENCE_TOLERANCE = 2e-4
 """Maximum difference in nats between the reference and transformers in fp64.
 
-transformers computes norms and angles in fp32. Long texts are not compared.
+transformers computes norms and angles in fp32. Long sequences are not compared.
 """
 BYTES_PER_PARAMETER = 3 * 8
 """Memory of this process: weights as stored, in fp64, and in the implementation's precision."""
@@ -92,17 +92,19 @@ def certify(
 
     first, second = open_weights(options.weights)
     vocabulary = find_vocabulary(first.directory, first.config.vocab_size)
-    texts = ProbeTexts(first.config, special_ids(vocabulary, first.config))
-    needed = max(len(text.ids) for text in texts.all)
+    sequences = ProbeSequences(first.config, special_ids(vocabulary, first.config))
+    needed = max(len(sequence.ids) for sequence in sequences.all)
     if needed > first.config.max_length:
         raise CertifyError(
             f"{first.directory / 'config.json'}: a window of {first.config.sliding_window:,} tokens "
-            f"shows in texts of {needed:,} tokens, but the model has {first.config.max_length:,} "
+            f"shows in sequences of {needed:,} tokens, but the model has {first.config.max_length:,} "
             "positions. Certify a model with a smaller window"
         )
-    check_reference(first, texts)
+    check_reference(first, sequences)
     with closing(open_implementation(options, first)) as implementation:
-        check_run = CheckRun(implementation, first, second, options.precision, texts, vocabulary)
+        check_run = CheckRun(
+            implementation, first, second, options.precision, sequences, vocabulary
+        )
         results = run_checks(check_run, options.only, progress)
         return CertifyReport(
             implementation=implementation.name,
@@ -216,7 +218,7 @@ def open_implementation(options: CertifyOptions, weights: WeightSet) -> ModelImp
     return implementation
 
 
-def check_reference(weights: WeightSet, texts: ProbeTexts) -> None:
+def check_reference(weights: WeightSet, sequences: ProbeSequences) -> None:
     """Compare the reference with transformers in fp64, to detect bugs of the reference itself.
 
     Raises:
@@ -227,7 +229,7 @@ def check_reference(weights: WeightSet, texts: ProbeTexts) -> None:
 
     config = weights.config
     hf_config = GptOssConfig(**config.to_hf_config())
-    # Compare frequencies separately: the text below is too short to show wrong ones at YaRN's
+    # Compare frequencies separately: the sequence below is too short to show wrong ones at YaRN's
     # lengths.
     frequencies, scale = variant_frequencies(config)
     their_frequencies, their_scale = ROPE_INIT_FUNCTIONS["yarn"](hf_config, torch.device("cpu"))
@@ -240,12 +242,12 @@ def check_reference(weights: WeightSet, texts: ProbeTexts) -> None:
     model.set_experts_implementation("eager")  # the default has no fp64 kernel
     model.load_state_dict({name: tensor.double() for name, tensor in weights.tensors.items()})
     # Two windows, so that window layers leave out keys.
-    text = ProbeText("window", texts.window[0].ids[: 2 * config.sliding_window])
-    tokens = torch.tensor([text.ids])
+    sequence = ProbeSequence("window", sequences.window[0].ids[: 2 * config.sliding_window])
+    tokens = torch.tensor([sequence.ids])
     with torch.no_grad():
         log_probs = model(tokens[:, :-1], use_cache=False).logits[0].log_softmax(-1)
     expected = log_probs.gather(-1, tokens[0, 1:, None])[:, 0]
-    reference = ReferenceModel(config, weights.tensors).evaluate(text.ids).log_probs
+    reference = ReferenceModel(config, weights.tensors).evaluate(sequence.ids).log_probs
     difference = float((reference - expected).abs().max())
     # Not ``>=``, because NaN must fail, too.
     if not difference < REFERENCE_TOLERANCE:

@@ -75,7 +75,7 @@ EXPERT_FAULTS = ("clamp", "up_offset", "slope", "concatenated", "swapped_gate_up
 
 @dataclass(frozen=True)
 class ReferenceResult:
-    """Result of the reference for one text of n tokens."""
+    """Result of the reference for one sequence of n tokens."""
 
     log_probs: Tensor
     """fp64 [n - 1]: log p(token i + 1 | tokens 0..i), in nats."""
@@ -107,7 +107,7 @@ class ReferenceModel:
         self.config = config
         self.dtype = dtype
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        # Converted only once, because each text is evaluated with many variants.
+        # Converted only once, because each sequence is evaluated with many variants.
         self._weights = self._taken(weights)
         self._before = self._taken(before or {})
 
@@ -117,17 +117,17 @@ class ReferenceModel:
     @torch.no_grad()
     def evaluate(
         self,
-        text: Sequence[int],
+        sequence: Sequence[int],
         variant: FaultyVariant = EXACT,
         *,
         prompt_length: int | None = None,
         routes: Tensor | None = None,
         starts: Sequence[int] = (0,),
     ) -> ReferenceResult:
-        """Evaluate one text.
+        """Evaluate one sequence.
 
         Args:
-            text: at least two token ids.
+            sequence: at least two token ids.
             variant: faults of the computation.
             prompt_length: number of prefilled tokens; None for all.
             routes: int64 [n - 1, layers, top_k]: experts to use instead of the router's.
@@ -135,12 +135,12 @@ class ReferenceModel:
         """
         # This makes the device the default of all new tensors, including those of the equations.
         with self.device:
-            row = _TokenRow(len(text) - 1, variant, prompt_length, tuple(starts))
+            row = _TokenRow(len(sequence) - 1, variant, prompt_length, tuple(starts))
             given = None if routes is None else routes.to(self.device)
-            return self._run(torch.tensor(text), row, variant, given)
+            return self._run(torch.tensor(sequence), row, variant, given)
 
     def gradients(
-        self, texts: Sequence[Sequence[int]], variant: FaultyVariant
+        self, sequences: Sequence[Sequence[int]], variant: FaultyVariant
     ) -> dict[str, Tensor]:
         """Return the gradients of the mean of -log p over all predicted tokens."""
         # Clones, because the cached weights must not require gradients in later evaluations.
@@ -148,12 +148,12 @@ class ReferenceModel:
         copy = ReferenceModel(self.config, {}, dtype=self.dtype)
         copy._weights = leaves
 
-        # Divide by the tokens of all texts, because the gradients of the texts are summed.
-        tokens = sum(len(text) - 1 for text in texts)
-        for text in texts:
+        # Divide by the tokens of all sequences, because the gradients of the sequences are summed.
+        tokens = sum(len(sequence) - 1 for sequence in sequences)
+        for sequence in sequences:
             with self.device:
-                row = _TokenRow(len(text) - 1, variant, None, (0,))
-                evaluated = copy._run(torch.tensor(text), row, variant, None)
+                row = _TokenRow(len(sequence) - 1, variant, None, (0,))
+                evaluated = copy._run(torch.tensor(sequence), row, variant, None)
             (-evaluated.log_probs.sum() / tokens).backward()
         gradients = {}
         for name, leaf in leaves.items():

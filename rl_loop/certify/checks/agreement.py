@@ -1,4 +1,4 @@
-"""Compares log-probs of all texts and finds the faults that explain differences."""
+"""Compares log-probs of all sequences and finds the faults that explain differences."""
 
 from collections.abc import Sequence
 
@@ -13,27 +13,27 @@ from rl_loop.certify.checks.verdict import describe, list_causes
 from rl_loop.certify.fault_diagnosis import FaultExplanation, explain
 from rl_loop.certify.faults import ModelFault
 from rl_loop.certify.model import BEACON
+from rl_loop.certify.probe_sequences import ProbeSequence
 from rl_loop.certify.report import CheckOutcome, CheckResult
-from rl_loop.certify.texts import ProbeText
 from rl_loop.certify.variants import EXACT, FaultyVariant
 
 QUANTILES = (0.5, 0.95, 0.99)
 
 
 def check_agreement(check_run: CheckRun) -> CheckResult:
-    """Compare log-probs of all texts, and find faults that explain differences."""
+    """Compare log-probs of all sequences, and find faults that explain differences."""
     title = TITLES["agreement"]
-    texts = check_run.texts.all
-    answered = check_run.log_probs(texts)
-    gaps = (answered - check_run.expected(texts, EXACT)).abs()
-    noise = check_run.noise(texts)
+    sequences = check_run.sequences.all
+    answered = check_run.log_probs(sequences)
+    gaps = (answered - check_run.expected(sequences, EXACT)).abs()
+    noise = check_run.noise(sequences)
     table = _gap_table(check_run, gaps, noise)
 
-    # The overall mean hides a fault of few tokens, so each kind of text is judged separately.
-    groups = (check_run.texts.short, check_run.texts.window, check_run.texts.long)
+    # The overall mean hides a fault of few tokens, so each kind of sequence is judged separately.
+    groups = (check_run.sequences.short, check_run.sequences.window, check_run.sequences.long)
     apart = [group for group in groups if not _agrees(check_run, group, EXACT)]
     if not apart:
-        mean = gap(answered, check_run.expected(texts, EXACT))
+        mean = gap(answered, check_run.expected(sequences, EXACT))
         summary = (
             f"{len(gaps)} tokens differ by {mean:.1e} nats on average, {gaps.max():.1e} at most"
         )
@@ -50,11 +50,13 @@ def check_agreement(check_run: CheckRun) -> CheckResult:
     return CheckResult("agreement", title, CheckOutcome.FAILED, summary, causes, table=table)
 
 
-def _agrees(check_run: CheckRun, texts: Sequence[ProbeText], variant: FaultyVariant) -> bool:
+def _agrees(
+    check_run: CheckRun, sequences: Sequence[ProbeSequence], variant: FaultyVariant
+) -> bool:
     """Return True if precision explains the gap between the implementation and a variant."""
-    noise = check_run.noise(texts)
-    answered = check_run.log_probs(texts)
-    expected = check_run.expected(texts, variant)
+    noise = check_run.noise(sequences)
+    answered = check_run.log_probs(sequences)
+    expected = check_run.expected(sequences, variant)
     is_close = gap(answered, expected) <= check_run.mean_limit(noise)
 
     # The largest gaps show faults of few tokens. Routers with tied choices cause large gaps, too,
@@ -68,15 +70,16 @@ def _agrees(check_run: CheckRun, texts: Sequence[ProbeText], variant: FaultyVari
 
 
 def _explain_scores(check_run: CheckRun) -> FaultExplanation:
-    """Find the faults that explain the scores of all texts."""
+    """Find the faults that explain the scores of all sequences."""
     candidates = [fault for check in FORWARD for fault in check.list_faults(check_run)]
 
-    # Long texts take most of the time, so evaluate them only with the faults that remain.
-    near = [*check_run.texts.short, *check_run.texts.window]
+    # Long sequences take most of the time, so evaluate them only with the faults that remain.
+    near = [*check_run.sequences.short, *check_run.sequences.window]
     start = EXACT
     found: tuple[ModelFault, ...] = ()
     before = gap(
-        check_run.log_probs(check_run.texts.all), check_run.expected(check_run.texts.all, EXACT)
+        check_run.log_probs(check_run.sequences.all),
+        check_run.expected(check_run.sequences.all, EXACT),
     )
 
     if not _agrees(check_run, near, EXACT):
@@ -90,39 +93,42 @@ def _explain_scores(check_run: CheckRun) -> FaultExplanation:
         start = explanation.variant
         found = explanation.faults
 
-    # Only faults of positions (YaRN, windows) are visible in long texts alone.
-    if not _agrees(check_run, check_run.texts.long, start):
-        # The long text has the faults of short texts, too, so continue from these.
+    # Only faults of positions (YaRN, windows) are visible in long sequences alone.
+    if not _agrees(check_run, check_run.sequences.long, start):
+        # The long sequence has the faults of short sequences, too, so continue from these.
         far = explain(
-            check_run.log_probs(check_run.texts.long),
-            lambda variant: check_run.expected(check_run.texts.long, variant),
+            check_run.log_probs(check_run.sequences.long),
+            lambda variant: check_run.expected(check_run.sequences.long, variant),
             [*faults.YARN, *faults.WINDOW],
-            _strict_limit(check_run, check_run.texts.long),
+            _strict_limit(check_run, check_run.sequences.long),
             start,
         )
         start = far.variant
         found = (*found, *far.faults)
 
     after = gap(
-        check_run.log_probs(check_run.texts.all), check_run.expected(check_run.texts.all, start)
+        check_run.log_probs(check_run.sequences.all),
+        check_run.expected(check_run.sequences.all, start),
     )
     # Judge by the criterion of the check, not by the mean that the search minimizes.
-    groups = (check_run.texts.short, check_run.texts.window, check_run.texts.long)
+    groups = (check_run.sequences.short, check_run.sequences.window, check_run.sequences.long)
     is_complete = all(_agrees(check_run, group, start) for group in groups)
     return FaultExplanation(found, start, before, after, is_complete)
 
 
-def _strict_limit(check_run: CheckRun, texts: Sequence[ProbeText]) -> float:
+def _strict_limit(check_run: CheckRun, sequences: Sequence[ProbeSequence]) -> float:
     """Return half the limit of the mean gap. Below it no explanation is sought."""
-    return max(check_run.mean_limit(check_run.noise(texts)) / 2, 1e-12)
+    return max(check_run.mean_limit(check_run.noise(sequences)) / 2, 1e-12)
 
 
 def _gap_table(check_run: CheckRun, gaps: Tensor, noise: Tensor) -> tuple[tuple[str, ...], ...]:
     """Return the table of gaps by position and class of token."""
-    # The first token of a text has no log-prob.
-    positions = torch.cat([torch.arange(1, len(text.ids)) for text in check_run.texts.all])
-    labels = torch.cat([torch.tensor(text.ids[1:]) for text in check_run.texts.all])
-    special = torch.isin(labels, torch.tensor(check_run.texts.special_ids, dtype=torch.long))
+    # The first token of a sequence has no log-prob.
+    positions = torch.cat(
+        [torch.arange(1, len(sequence.ids)) for sequence in check_run.sequences.all]
+    )
+    labels = torch.cat([torch.tensor(sequence.ids[1:]) for sequence in check_run.sequences.all])
+    special = torch.isin(labels, torch.tensor(check_run.sequences.special_ids, dtype=torch.long))
     config = check_run.weights.config
     window, length = config.sliding_window, config.yarn_original_length
 
@@ -144,7 +150,7 @@ def _gap_table(check_run: CheckRun, gaps: Tensor, noise: Tensor) -> tuple[tuple[
             continue
         chosen = gaps[members]
         quantiles = [float(chosen.quantile(q)) for q in QUANTILES]
-        figures = (float(chosen.mean()), *quantiles, float(chosen.max()))
-        numbers = [f"{figure:.1e}" for figure in (*figures, float(noise[members].mean()))]
+        statistics = (float(chosen.mean()), *quantiles, float(chosen.max()))
+        numbers = [f"{number:.1e}" for number in (*statistics, float(noise[members].mean()))]
         rows.append((name, str(len(chosen)), *numbers))
     return tuple(rows)

@@ -17,7 +17,7 @@ class ForwardCheck:
     name: str
     title: str
     kind: str
-    """Name of the attribute of Texts with the texts."""
+    """Name of the attribute of ``ProbeSequences``."""
     faults: tuple[ModelFault, ...] = ()
 
     def list_faults(self, check_run: CheckRun) -> tuple[ModelFault, ...]:
@@ -29,13 +29,13 @@ class ForwardCheck:
 
     def __call__(self, check_run: CheckRun) -> CheckResult:
         """Search for each fault where it is most visible."""
-        texts = getattr(check_run.texts, self.kind)
+        sequences = getattr(check_run.sequences, self.kind)
         mine = self.list_faults(check_run)
         own = [fault for fault in check_run.found if fault in mine]
         # The agreement check has found a fault of this kind. Report it here as well.
         if own:
             # Compare with EXACT, because the reference with the fault would show no deviation.
-            visibilities = check_run.visibilities(mine, texts, EXACT)
+            visibilities = check_run.visibilities(mine, sequences, EXACT)
             names = " and ".join(fault.name for fault in own)
             causes = tuple(DiagnosedFault(fault.name, fault.source) for fault in own)
             return CheckResult(
@@ -43,7 +43,7 @@ class ForwardCheck:
             )
 
         # Compare with the faults that were found elsewhere, so that they do not count here.
-        visibilities = check_run.visibilities(mine, texts, check_run.explanation)
+        visibilities = check_run.visibilities(mine, sequences, check_run.explanation)
         suffix = " in addition to the faults of other checks" if check_run.found else ""
         return judge_visibilities(self.name, self.title, visibilities, suffix)
 

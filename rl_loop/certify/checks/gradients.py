@@ -21,25 +21,25 @@ MOVED_TENSORS = 4
 def check_gradients(check_run: CheckRun) -> CheckResult:
     """Compare the gradients of all tensors, including sinks."""
     title = TITLES["gradients"]
-    # Every fault costs a backward pass over these texts, so use only one of the window.
-    texts = [*check_run.texts.short, check_run.texts.window[0]]
-    answered = check_run.implementation.gradients([text.ids for text in texts])
-    expected = check_run.gradients(texts, check_run.explanation)
+    # Every fault costs a backward pass over these sequences, so use only one of the window.
+    sequences = [*check_run.sequences.short, check_run.sequences.window[0]]
+    answered = check_run.implementation.gradients([sequence.ids for sequence in sequences])
+    expected = check_run.gradients(sequences, check_run.explanation)
     missing = sorted(set(expected) - set(answered))
     if missing:
         summary = f"{len(missing)} tensors have no gradient, such as {missing[0]}"
         cause = _missing_gradients(missing)
         return CheckResult("gradients", title, CheckOutcome.FAILED, summary, cause)
 
-    rounded = check_run.gradients(texts, EXACT, "rounded")
-    own_error = _relative(rounded, check_run.gradients(texts, EXACT))
+    rounded = check_run.gradients(sequences, EXACT, "rounded")
+    own_error = _relative(rounded, check_run.gradients(sequences, EXACT))
     errors = _relative(answered, expected)
     known = (*faults.SINK_GRADIENTS, *faults.OTHER_GRADIENTS)
     with_fault = {}
     visibilities = []
     for fault in known:
         with_fault[fault] = check_run.gradients(
-            texts, combined(check_run.explanation, fault.variant)
+            sequences, combined(check_run.explanation, fault.variant)
         )
         # A fault of the backward pass moves few tensors, such as the sinks, so inspect these.
         moved = _relative(with_fault[fault], expected)

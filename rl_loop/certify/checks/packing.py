@@ -15,29 +15,29 @@ from rl_loop.certify.variants import FaultyVariant
 def check_packing(check_run: CheckRun) -> CheckResult:
     """Compare scores of sequences in one row with their scores alone."""
     title = TITLES["packing"]
-    texts = [*check_run.texts.short, *check_run.texts.window]
-    ids = [text.ids for text in texts]
+    sequences = [*check_run.sequences.short, *check_run.sequences.window]
+    ids = [sequence.ids for sequence in sequences]
     scores = checked_scores(
         check_run.implementation, check_run.implementation.score_packed(ids), ids
     )
     answered = joined([scored.log_probs for scored in scores])
 
-    row = [token for text in ids for token in text]
-    starts = [sum(len(text) for text in ids[:i]) for i in range(len(ids))]
+    row = [token for sequence in ids for token in sequence]
+    starts = [sum(len(sequence) for sequence in ids[:i]) for i in range(len(ids))]
 
     def evaluate(variant: FaultyVariant) -> Tensor:
         # Without a leak a sequence does not depend on its row, so use the results for it alone.
         if not variant.leaky_packing:
-            return check_run.expected(texts, variant)
+            return check_run.expected(sequences, variant)
         whole = check_run.exact.evaluate(row, variant, starts=starts).log_probs
         pieces = []
-        for start, text in zip(starts, ids, strict=True):
+        for start, sequence in zip(starts, ids, strict=True):
             # Leave out the log-prob of the next sequence's first token, which follows each
             # sequence.
-            pieces.append(whole[start : start + len(text) - 1])
+            pieces.append(whole[start : start + len(sequence) - 1])
         return torch.cat(pieces)
 
-    noise = check_run.noise(texts)
+    noise = check_run.noise(sequences)
     return explain_answers(
         check_run, "packing", title, answered, evaluate, faults.PACKING, noise, faults.PACKING
     )

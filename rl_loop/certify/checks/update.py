@@ -20,20 +20,20 @@ def check_update(check_run: CheckRun) -> CheckResult:
     title = TITLES["update"]
     if check_run.second is None:
         raise UnsupportedOperationError("there is no second set of weights")
-    texts = [*check_run.texts.short, check_run.texts.window[0]]
+    sequences = [*check_run.sequences.short, check_run.sequences.window[0]]
     # Before the update, because cached scores must be of the first weights.
-    before = check_run.log_probs(texts)
+    before = check_run.log_probs(sequences)
 
-    check_run.implementation.update(check_run.second.directory)
-    ids = [text.ids for text in texts]
-    # Not ``check_run.scored``, which would cache scores of the second weights for these texts.
+    check_run.implementation.load_weights(check_run.second.directory)
+    ids = [sequence.ids for sequence in sequences]
+    # Not ``check_run.scored``, which would cache scores of the second weights for these sequences.
     scores = checked_scores(check_run.implementation, check_run.implementation.score(ids), ids)
     updated = joined([scored.log_probs for scored in scores])
-    check_run.implementation.update(check_run.first_directory)
+    check_run.implementation.load_weights(check_run.first_directory)
     again = checked_scores(check_run.implementation, check_run.implementation.score(ids), ids)
 
     def evaluate(variant: FaultyVariant, which: ReferenceName = "updated") -> Tensor:
-        return check_run.expected(texts, variant, which)
+        return check_run.expected(sequences, variant, which)
 
     candidates = faults.update_faults(check_run.weights.config)
     noise = (evaluate(EXACT, "updated_rounded") - evaluate(EXACT)).abs()
@@ -43,7 +43,7 @@ def check_update(check_run: CheckRun) -> CheckResult:
 
     # Compare with the reference, too. The updates may have corrected a fault of the first loading.
     returned = joined([scored.log_probs for scored in again])
-    back = min(gap(returned, before), gap(returned, check_run.expected(texts, EXACT)))
+    back = min(gap(returned, before), gap(returned, check_run.expected(sequences, EXACT)))
     summary = f"{result.summary}; after the update back, tokens differ by {back:.1e} nats"
     result = replace(result, summary=summary)
     if result.status is CheckOutcome.PASSED and back > check_run.mean_limit(noise):

@@ -9,8 +9,8 @@ import aiohttp
 from rl_loop.certify.implementation import (
     ImplementationError,
     ModelImplementation,
-    SampledText,
-    ScoredText,
+    SampledSequence,
+    ScoredSequence,
     UnsupportedOperationError,
 )
 
@@ -39,7 +39,8 @@ class CompletionsServer(ModelImplementation):
             raise
 
     async def _call(self, method: str, path: str, body: dict[str, Any] | None) -> Any:
-        # No limit on the total, because the log-probs of a long text may take minutes to compute.
+        # No limit on the total, because the log-probs of a long sequence may take minutes to
+        # compute.
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=10, sock_read=300)
         try:
             async with (
@@ -67,22 +68,22 @@ class CompletionsServer(ModelImplementation):
             ) from error
         return choice
 
-    def score(self, texts: Sequence[Sequence[int]]) -> list[ScoredText]:
+    def score(self, sequences: Sequence[Sequence[int]]) -> list[ScoredSequence]:
         """Let the server echo prompts with log-probs, one request at a time."""
         results = []
-        for text in texts:
-            choice = self._complete(list(text), max_tokens=1, echo=True, logprobs=1)
+        for sequence in sequences:
+            choice = self._complete(list(sequence), max_tokens=1, echo=True, logprobs=1)
             log_probs = (choice.get("logprobs") or {}).get("token_logprobs") or []
             # The first token has no log-prob. After the prompt comes the entry of the sampled
             # token.
-            if len(log_probs) < len(text) or None in log_probs[1 : len(text)]:
+            if len(log_probs) < len(sequence) or None in log_probs[1 : len(sequence)]:
                 raise ImplementationError(
-                    f"{self._url} does not echo the log-probs of a prompt of {len(text)} tokens"
+                    f"{self._url} does not echo the log-probs of a prompt of {len(sequence)} tokens"
                 )
-            results.append(ScoredText([float(value) for value in log_probs[1 : len(text)]]))
+            results.append(ScoredSequence([float(value) for value in log_probs[1 : len(sequence)]]))
         return results
 
-    def generate(self, prompt: Sequence[int], max_new_tokens: int) -> SampledText:
+    def generate(self, prompt: Sequence[int], max_new_tokens: int) -> SampledSequence:
         """Decode greedily. The server must return token ids."""
         choice = self._complete(
             list(prompt),
@@ -96,7 +97,7 @@ class CompletionsServer(ModelImplementation):
         if not isinstance(ids, list):
             raise UnsupportedOperationError(f"{self.name} does not return token ids")
         log_probs = (choice.get("logprobs") or {}).get("token_logprobs") or []
-        return SampledText(ids, [float(value) for value in log_probs])
+        return SampledSequence(ids, [float(value) for value in log_probs])
 
     def tokenize(self, text: str) -> list[int]:
         """Send text and return the ids that the server reports for it."""

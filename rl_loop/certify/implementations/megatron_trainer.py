@@ -22,7 +22,7 @@ from megatron_gptoss.trainer import PolicyTrainer
 from rl_loop.certify.harmony_tokens import HarmonyMessage
 from rl_loop.certify.implementation import (
     ModelImplementation,
-    ScoredText,
+    ScoredSequence,
     UnsupportedOperationError,
 )
 from rl_loop.certify.model import find_vocabulary
@@ -56,24 +56,24 @@ class MegatronTrainer(ModelImplementation):
     def _load(self, model: torch.nn.Module, directory: Path) -> None:
         load_hf_weights(model, self.config, HfDirectory(directory).get)
 
-    def score(self, texts: Sequence[Sequence[int]]) -> list[ScoredText]:
-        """Score each text in a separate row."""
-        return [self._score_row([text])[0] for text in texts]
+    def score(self, sequences: Sequence[Sequence[int]]) -> list[ScoredSequence]:
+        """Score each sequence in a separate row."""
+        return [self._score_row([sequence])[0] for sequence in sequences]
 
-    def score_packed(self, texts: Sequence[Sequence[int]]) -> list[ScoredText]:
-        """Score all texts in one row."""
-        return self._score_row(texts)
+    def score_packed(self, sequences: Sequence[Sequence[int]]) -> list[ScoredSequence]:
+        """Score all sequences in one row."""
+        return self._score_row(sequences)
 
     def score_with_routes(
-        self, texts: Sequence[Sequence[int]], routes: Sequence[np.ndarray]
-    ) -> list[ScoredText]:
-        """Score texts with replayed routes (R3)."""
-        return self._score_row(texts, routes)
+        self, sequences: Sequence[Sequence[int]], routes: Sequence[np.ndarray]
+    ) -> list[ScoredSequence]:
+        """Score sequences with replayed routes (R3)."""
+        return self._score_row(sequences, routes)
 
     def _score_row(
-        self, texts: Sequence[Sequence[int]], routes: Sequence[np.ndarray] | None = None
-    ) -> list[ScoredText]:
-        batch = build_batch(_samples(texts, routes))
+        self, sequences: Sequence[Sequence[int]], routes: Sequence[np.ndarray] | None = None
+    ) -> list[ScoredSequence]:
+        batch = build_batch(_samples(sequences, routes))
         self.trainer.replay = replay = RoutingReplay(self.trainer.module)
         replay.start_recording()
         try:
@@ -88,24 +88,24 @@ class MegatronTrainer(ModelImplementation):
         chosen = torch.stack(recorded.layers, dim=1).cpu().numpy()
         results = []
         start = 0
-        # A text has one input less than tokens. The inputs of all texts follow each other in the
-        # row.
-        for text in texts:
-            end = start + len(text) - 1
-            results.append(ScoredText(log_probs[start:end].tolist(), chosen[start:end]))
+        # A sequence has one input less than tokens. The inputs of all sequences follow each other
+        # in the row.
+        for sequence in sequences:
+            end = start + len(sequence) - 1
+            results.append(ScoredSequence(log_probs[start:end].tolist(), chosen[start:end]))
             start = end
         return results
 
-    def gradients(self, texts: Sequence[Sequence[int]]) -> dict[str, Tensor]:
+    def gradients(self, sequences: Sequence[Sequence[int]]) -> dict[str, Tensor]:
         """Run one training step and export Megatron's gradients in place of the weights."""
-        tokens = sum(len(text) - 1 for text in texts)
+        tokens = sum(len(sequence) - 1 for sequence in sequences)
 
         def loss(log_probs: Tensor, entropy: Tensor, batch: PackedBatch) -> LossOutput:
-            # Divide by the tokens of all texts, because gradients of micro-batches are summed.
+            # Divide by the tokens of all sequences, because gradients of micro-batches are summed.
             total = -(log_probs * (batch.loss_mask > 0)).sum() / tokens
             return LossOutput(total, {"loss": total})
 
-        batches = [build_batch(_samples([text])) for text in texts]
+        batches = [build_batch(_samples([sequence])) for sequence in sequences]
         self.trainer.train_step(batches, loss, learning_rate=IDLE_RATE)
 
         # The converters read a parameter's ``data``. Replace it by the gradient temporarily. Then
@@ -123,7 +123,7 @@ class MegatronTrainer(ModelImplementation):
         self._load(self.trainer.module, self._directory)
         return gradients
 
-    def update(self, directory: Path) -> None:
+    def load_weights(self, directory: Path) -> None:
         """Load other weights into the model."""
         self._directory = directory
         self._load(self.trainer.module, directory)
@@ -149,19 +149,19 @@ class MegatronTrainer(ModelImplementation):
 
 
 def _samples(
-    texts: Sequence[Sequence[int]], routes: Sequence[np.ndarray] | None = None
+    sequences: Sequence[Sequence[int]], routes: Sequence[np.ndarray] | None = None
 ) -> TrainingSamples:
     """Build samples. Every token except the first is a label."""
-    sequences = []
-    for number, text in enumerate(texts):
+    sequence_columns = []
+    for number, sequence in enumerate(sequences):
         columns: dict[str, Any] = {
-            "token_ids": list(text),
-            "loss_mask": [0] + [1] * (len(text) - 1),
+            "token_ids": list(sequence),
+            "loss_mask": [0] + [1] * (len(sequence) - 1),
         }
         if routes is not None:
             columns[ROUTES] = routes[number].astype(np.int16)
-        sequences.append(columns)
-    return TrainingSamples.join(sequences)
+        sequence_columns.append(columns)
+    return TrainingSamples.join(sequence_columns)
 
 
 def _render_message(harmony: Harmony, message: HarmonyMessage) -> list[int]:

@@ -12,8 +12,8 @@ from megatron_gptoss.families.gpt_oss.config import GptOssModelConfig
 from rl_loop.certify.implementation import (
     ImplementationError,
     ModelImplementation,
-    SampledText,
-    ScoredText,
+    SampledSequence,
+    ScoredSequence,
     UnsupportedOperationError,
 )
 from rl_loop.engines.sglang.client import RequestRejectedError, ServerError, SglangClient
@@ -59,17 +59,17 @@ class SglangImplementation(ModelImplementation):
                 "SGLang server"
             ) from error
 
-    def score(self, texts: Sequence[Sequence[int]]) -> list[ScoredText]:
+    def score(self, sequences: Sequence[Sequence[int]]) -> list[ScoredSequence]:
         """Score prompts without the prefix cache. Include routes if the server returns them."""
 
-        async def score_all() -> list[ScoredText]:
-            return await asyncio.gather(*(self._score(list(text)) for text in texts))
+        async def score_all() -> list[ScoredSequence]:
+            return await asyncio.gather(*(self._score(list(sequence)) for sequence in sequences))
 
         return self._run(score_all())
 
-    async def _score(self, text: list[int]) -> ScoredText:
+    async def _score(self, sequence: list[int]) -> ScoredSequence:
         body = {
-            "input_ids": text,
+            "input_ids": sequence,
             # The response to the one sampled token includes the routes of the whole prompt.
             "sampling_params": {"max_new_tokens": 1, "temperature": 0.0, "ignore_eos": True},
             "return_logprob": True,
@@ -80,11 +80,11 @@ class SglangImplementation(ModelImplementation):
         async with self._slots:
             answer = await self._client.call("/generate", body)
         meta = answer["meta_info"]
-        log_probs = parse_log_probs(meta["input_token_logprobs"], text, self._url)
-        return ScoredText(log_probs, self._routes(meta, len(text)))
+        log_probs = parse_log_probs(meta["input_token_logprobs"], sequence, self._url)
+        return ScoredSequence(log_probs, self._routes(meta, len(sequence)))
 
     def _routes(self, meta: dict[str, Any], tokens: int) -> np.ndarray | None:
-        """Return the routes of a text's inputs, int32 [tokens - 1, layers, top_k]."""
+        """Return the routes of a sequence's inputs, int32 [tokens - 1, layers, top_k]."""
         if not meta.get("routed_experts"):
             return None
         shape = (-1, self._config.num_layers, self._config.experts_per_token)
@@ -92,7 +92,7 @@ class SglangImplementation(ModelImplementation):
         data = base64.b64decode(meta["routed_experts"])
         return np.frombuffer(data, dtype=np.int32).reshape(shape)[: tokens - 1]
 
-    def generate(self, prompt: Sequence[int], max_new_tokens: int) -> SampledText:
+    def generate(self, prompt: Sequence[int], max_new_tokens: int) -> SampledSequence:
         """Decode greedily."""
         body = {
             "input_ids": list(prompt),
@@ -104,7 +104,9 @@ class SglangImplementation(ModelImplementation):
             "return_logprob": True,
         }
         entries = self._run(self._entries(body, "output_token_logprobs"))
-        return SampledText([entry[1] for entry in entries], [float(entry[0]) for entry in entries])
+        return SampledSequence(
+            [entry[1] for entry in entries], [float(entry[0]) for entry in entries]
+        )
 
     async def _entries(self, body: dict[str, Any], kind: str) -> list[Any]:
         """Return [log-prob, token id, text] of every token in a response."""
@@ -129,7 +131,7 @@ class SglangImplementation(ModelImplementation):
             ) from error
         return [entry[1] for entry in entries]
 
-    def update(self, directory: Path) -> None:
+    def load_weights(self, directory: Path) -> None:
         """Let the server load another directory, which must be accessible to it."""
         # Prefixes in the cache were computed with the old weights. The server may have another
         # working directory, so the path must be absolute.

@@ -15,14 +15,17 @@ from converters.model_extras import read_extras
 from megatron_gptoss.config.precision import Precision, torch_dtype
 from rl_loop.certify.implementation import (
     ModelImplementation,
-    SampledText,
-    ScoredText,
+    SampledSequence,
+    ScoredSequence,
     UnsupportedOperationError,
 )
 
 
 class TransformersModel(ModelImplementation):
-    """Model with eager attention. It computes one text at a time, on the GPU if there is one."""
+    """Model with eager attention.
+
+    It computes one sequence at a time, on the GPU if there is one.
+    """
 
     name = "transformers"
 
@@ -40,19 +43,19 @@ class TransformersModel(ModelImplementation):
         return [layer.mlp.router for layer in self.model.model.layers]
 
     @torch.no_grad()
-    def score(self, texts: Sequence[Sequence[int]]) -> list[ScoredText]:
-        """Score each text separately, and record the routers' choices."""
+    def score(self, sequences: Sequence[Sequence[int]]) -> list[ScoredSequence]:
+        """Score each sequence separately, and record the routers' choices."""
         results = []
-        for text in texts:
+        for sequence in sequences:
             with self._recording() as chosen:
-                log_probs = self._log_probs(text)
+                log_probs = self._log_probs(sequence)
             routes = torch.stack(chosen, dim=1).cpu().numpy()
-            results.append(ScoredText(log_probs.tolist(), routes))
+            results.append(ScoredSequence(log_probs.tolist(), routes))
         return results
 
-    def _log_probs(self, text: Sequence[int]) -> Tensor:
+    def _log_probs(self, sequence: Sequence[int]) -> Tensor:
         """Return log p of every token except the first, at least fp32 [n - 1]."""
-        tokens = torch.tensor([list(text)], device=self.device)
+        tokens = torch.tensor([list(sequence)], device=self.device)
         logits = self.model(tokens[:, :-1], use_cache=False).logits[0]
         # Widen bf16 logits for the softmax, but keep fp64 logits as they are.
         all_log_probs = logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1)
@@ -63,32 +66,37 @@ class TransformersModel(ModelImplementation):
         """Yield a list to which every router appends its choice, int64 [tokens, top_k]."""
         chosen: list[Tensor] = []
 
-        def note(router: Any, inputs: Any, output: Any) -> None:
+        def record_choice(router: Any, inputs: Any, output: Any) -> None:
             # GptOssTopKRouter returns logits, scores and indices.
             chosen.append(output[2])
 
         with ExitStack() as hooks:
             for router in self.routers:
-                hooks.callback(router.register_forward_hook(note).remove)
+                hooks.callback(router.register_forward_hook(record_choice).remove)
             yield chosen
 
     @torch.no_grad()
     def score_with_routes(
-        self, texts: Sequence[Sequence[int]], routes: Sequence[np.ndarray]
-    ) -> list[ScoredText]:
-        """Score texts with the given experts, weighted by the router's own logits."""
+        self, sequences: Sequence[Sequence[int]], routes: Sequence[np.ndarray]
+    ) -> list[ScoredSequence]:
+        """Score sequences with given experts, weighted by the router's own logits.
+
+        Args:
+            sequences: token ids.
+            routes: int64 [n - 1, layers, top_k] for each sequence of n tokens.
+        """
         results = []
-        for text, given in zip(texts, routes, strict=True):
+        for sequence, given in zip(sequences, routes, strict=True):
             with ExitStack() as hooks:
                 for layer, router in enumerate(self.routers):
                     route = torch.as_tensor(given[:, layer], device=self.device)
-                    hook = router.register_forward_hook(_Replacing(route))
+                    hook = router.register_forward_hook(_RouteOverride(route))
                     hooks.callback(hook.remove)
-                results.append(ScoredText(self._log_probs(text).tolist()))
+                results.append(ScoredSequence(self._log_probs(sequence).tolist()))
         return results
 
     @torch.no_grad()
-    def generate(self, prompt: Sequence[int], max_new_tokens: int) -> SampledText:
+    def generate(self, prompt: Sequence[int], max_new_tokens: int) -> SampledSequence:
         """Decode greedily with transformers' cache."""
         # With the config, window layers get a cache of their window's length, as in generate().
         cache = DynamicCache(config=self.model.config)
@@ -101,21 +109,24 @@ class TransformersModel(ModelImplementation):
             ids.append(int(token))
             log_probs.append(float(likely))
             step = token.view(1, 1)
-        return SampledText(ids, log_probs)
+        return SampledSequence(ids, log_probs)
 
-    def gradients(self, texts: Sequence[Sequence[int]]) -> dict[str, Tensor]:
-        """Return the gradients of the mean of -log p."""
-        tokens = sum(len(text) - 1 for text in texts)
+    def gradients(self, sequences: Sequence[Sequence[int]]) -> dict[str, Tensor]:
+        """Return the gradients of the mean of -log p over all predicted tokens of all sequences."""
+        tokens = sum(len(sequence) - 1 for sequence in sequences)
         self.model.zero_grad(set_to_none=True)
-        for text in texts:
-            (-self._log_probs(text).sum() / tokens).backward()
-        named = dict(self.model.named_parameters())
+        for sequence in sequences:
+            (-self._log_probs(sequence).sum() / tokens).backward()
         # Leave out tensors without a gradient, so that the check reports them as missing.
-        return {name: p.grad for name, p in named.items() if p.grad is not None}
+        return {
+            name: parameter.grad
+            for name, parameter in self.model.named_parameters()
+            if parameter.grad is not None
+        }
 
     @torch.no_grad()
-    def update(self, directory: Path) -> None:
-        """Copy the weights of another directory."""
+    def load_weights(self, directory: Path) -> None:
+        """Copy the weights of another Hugging Face directory with the same architecture."""
         source = HfDirectory(directory)
         for name, parameter in self.model.named_parameters():
             parameter.copy_(source.get(name))
@@ -129,8 +140,11 @@ class TransformersModel(ModelImplementation):
         return ids
 
 
-class _Replacing:
-    """Replaces the experts that a router chose."""
+class _RouteOverride:
+    """Forward hook that replaces the experts that a router chose.
+
+    ``routes``: int64 [tokens, top_k] for one layer.
+    """
 
     def __init__(self, routes: Tensor) -> None:
         self._routes = routes

@@ -23,7 +23,7 @@ from rl_loop.certify.harmony_tokens import QUOTING, describe_difference, expecte
 from rl_loop.certify.implementation import (
     ImplementationError,
     ModelImplementation,
-    ScoredText,
+    ScoredSequence,
     checked_scores,
 )
 from rl_loop.certify.implementations.completions_server import CompletionsServer
@@ -36,9 +36,9 @@ from rl_loop.certify.model import (
     find_vocabulary,
     vocabulary,
 )
+from rl_loop.certify.probe_sequences import ProbeSequences
 from rl_loop.certify.report import CheckOutcome
 from rl_loop.certify.run import CertifyOptions, certify, check_reference, open_weights
-from rl_loop.certify.texts import ProbeTexts
 from rl_loop.certify.variants import ReferenceModel
 from rl_loop.chatml.vocabulary import tiny_vocabulary
 from rl_loop.engines.sglang.config import PLUGIN
@@ -163,8 +163,8 @@ class Silent(ModelImplementation):
     def __init__(self, directory: Path, precision: str) -> None:
         pass
 
-    def score(self, texts: Sequence[Sequence[int]]) -> list[ScoredText]:
-        return [ScoredText([-6.24] * (len(text) - 1)) for text in texts]
+    def score(self, sequences: Sequence[Sequence[int]]) -> list[ScoredSequence]:
+        return [ScoredSequence([-6.24] * (len(sequence) - 1)) for sequence in sequences]
 
 
 def test_a_function_by_its_name_fails_with_exit_code_1(prepared: Prepared, tmp_path: Path) -> None:
@@ -267,13 +267,15 @@ def test_a_server_that_is_not_there_is_named(prepared: Prepared) -> None:
 @pytest.mark.parametrize(
     ("answer", "message"),
     [
-        ([], "0 answers for 1 texts"),
-        ([ScoredText([-1.0])], "for a text of 3 tokens, expected 2"),
-        ([ScoredText([-1.0, float("nan")])], "the log-prob of token 2 is nan"),
+        ([], "0 answers for 1 sequences"),
+        ([ScoredSequence([-1.0])], "for a sequence of 3 tokens, expected 2"),
+        ([ScoredSequence([-1.0, float("nan")])], "the log-prob of token 2 is nan"),
     ],
     ids=str,
 )
-def test_answers_that_cannot_be_any_are_failures(answer: list[ScoredText], message: str) -> None:
+def test_answers_that_cannot_be_any_are_failures(
+    answer: list[ScoredSequence], message: str
+) -> None:
     with pytest.raises(ImplementationError, match=message):
         checked_scores(ModelImplementation(), answer, [[1, 2, 3]])
 
@@ -293,7 +295,7 @@ def test_a_reference_that_is_wrong_judges_nobody(
     prepared: Prepared, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = prepared.first.config
-    check_reference(prepared.first, ProbeTexts(config, ()))
+    check_reference(prepared.first, ProbeSequences(config, ()))
 
     # The activation's limit is 7.1 instead of 7.
     wrong = config.model_copy(update={"swiglu_limit": 7.1})
@@ -306,7 +308,7 @@ def test_a_reference_that_is_wrong_judges_nobody(
 
     monkeypatch.setattr(ReferenceModel, "__init__", with_another_limit)
     with pytest.raises(CertifyError, match="no check is possible"):
-        check_reference(prepared.first, ProbeTexts(config, ()))
+        check_reference(prepared.first, ProbeSequences(config, ()))
 
 
 @pytest.mark.parametrize("size", ["tiny", "small", "gpu"])
@@ -323,10 +325,10 @@ def test_sizes_have_the_shape_of_gpt_oss(size: str) -> None:
 def test_designed_weights_use_every_part_of_the_model() -> None:
     weights = dict(designed_weights(SIZES["tiny"], 0))
     reference = ReferenceModel(SIZES["tiny"], weights)
-    texts = ProbeTexts(SIZES["tiny"], (1, 2))
+    sequences = ProbeSequences(SIZES["tiny"], (1, 2))
     used = set()
-    for text in (*texts.short, *texts.window):
-        routes = reference.evaluate(text.ids).routes
+    for sequence in (*sequences.short, *sequences.window):
+        routes = reference.evaluate(sequence.ids).routes
         used |= {(layer, int(e)) for layer in range(4) for e in routes[:, layer].unique()}
     assert len(used) == 4 * 8
     bias = weights["model.layers.0.mlp.experts.gate_up_proj_bias"]

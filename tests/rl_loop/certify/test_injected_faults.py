@@ -235,7 +235,7 @@ def test_a_model_that_wavers_is_not_deterministic(prepared: Prepared) -> None:
     results = prepared.run_checks(
         implementations.Wavering(prepared.first.directory, "fp32"), "determinism"
     )
-    assert causes(results) == {"log-probs of the same text vary"}
+    assert causes(results) == {"log-probs of the same sequence vary"}
 
 
 def test_a_faultless_model_passes_everything_that_it_offers(prepared: Prepared) -> None:

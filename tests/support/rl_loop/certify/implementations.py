@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from rl_loop.certify.harmony_tokens import HarmonyMessage
-from rl_loop.certify.implementation import SampledText, ScoredText
+from rl_loop.certify.implementation import SampledSequence, ScoredSequence
 from rl_loop.certify.implementations.transformers_model import TransformersModel
 from rl_loop.certify.model import read_weights
 
@@ -206,10 +206,10 @@ def swapped_gate_up(implementation: TransformersModel) -> None:
 class StaleExpert(TransformersModel):
     """Does not update one expert."""
 
-    def update(self, directory: Path) -> None:
+    def load_weights(self, directory: Path) -> None:
         experts = layers(self)[1].mlp.experts
         kept = {name: p[3].clone() for name, p in experts.named_parameters()}
-        super().update(directory)
+        super().load_weights(directory)
         with torch.no_grad():
             for name, parameter in experts.named_parameters():
                 parameter[3] = kept[name]
@@ -219,13 +219,13 @@ def keeping(part: str) -> type[TransformersModel]:
     """Return an implementation whose updates skip all parameters with ``part`` in their names."""
 
     class Keeping(TransformersModel):
-        def update(self, directory: Path) -> None:
+        def load_weights(self, directory: Path) -> None:
             kept = {
                 name: parameter.clone()
                 for name, parameter in self.model.named_parameters()
                 if part in name
             }
-            super().update(directory)
+            super().load_weights(directory)
             with torch.no_grad():
                 for name, parameter in self.model.named_parameters():
                     if name in kept:
@@ -239,22 +239,22 @@ class UpdatesOnce(TransformersModel):
 
     updates = 0
 
-    def update(self, directory: Path) -> None:
+    def load_weights(self, directory: Path) -> None:
         self.updates += 1
         if self.updates == 1:
-            super().update(directory)
+            super().load_weights(directory)
 
 
 class RouterLearnsNothing(TransformersModel):
     """Blocks the gradient through the experts' weights."""
 
-    def gradients(self, texts: Sequence[Sequence[int]]) -> dict[str, Tensor]:
+    def gradients(self, sequences: Sequence[Sequence[int]]) -> dict[str, Tensor]:
         def cut(router: Any, inputs: Any, output: Any) -> Any:
             logits, shares, routes = output
             return logits, shares.detach() + 0.0 * logits.sum(), routes
 
         hooks = [router.register_forward_hook(cut) for router in self.routers]
-        gradients = super().gradients(texts)
+        gradients = super().gradients(sequences)
         for hook in hooks:
             hook.remove()
         return gradients
@@ -263,8 +263,8 @@ class RouterLearnsNothing(TransformersModel):
 class TransposingUpdate(TransformersModel):
     """Loads square weights transposed."""
 
-    def update(self, directory: Path) -> None:
-        super().update(directory)
+    def load_weights(self, directory: Path) -> None:
+        super().load_weights(directory)
         with torch.no_grad():
             transposed_down(self)
 
@@ -272,42 +272,42 @@ class TransposingUpdate(TransformersModel):
 class ZeroRoutes(TransformersModel):
     """Returns zeros instead of routes."""
 
-    def score(self, texts: Sequence[Sequence[int]]) -> list[ScoredText]:
-        scores = super().score(texts)
-        return [ScoredText(s.log_probs, np.zeros_like(s.routes)) for s in scores]
+    def score(self, sequences: Sequence[Sequence[int]]) -> list[ScoredSequence]:
+        scores = super().score(sequences)
+        return [ScoredSequence(s.log_probs, np.zeros_like(s.routes)) for s in scores]
 
 
 class LateRoutes(TransformersModel):
     """Returns the routes of a token for the next token."""
 
-    def score(self, texts: Sequence[Sequence[int]]) -> list[ScoredText]:
-        scores = super().score(texts)
-        return [ScoredText(s.log_probs, np.roll(s.routes, 1, axis=0)) for s in scores]
+    def score(self, sequences: Sequence[Sequence[int]]) -> list[ScoredSequence]:
+        scores = super().score(sequences)
+        return [ScoredSequence(s.log_probs, np.roll(s.routes, 1, axis=0)) for s in scores]
 
 
 class EarlyRoutes(TransformersModel):
     """Returns the routes of a token for the previous token."""
 
-    def score(self, texts: Sequence[Sequence[int]]) -> list[ScoredText]:
-        scores = super().score(texts)
-        return [ScoredText(s.log_probs, np.roll(s.routes, -1, axis=0)) for s in scores]
+    def score(self, sequences: Sequence[Sequence[int]]) -> list[ScoredSequence]:
+        scores = super().score(sequences)
+        return [ScoredSequence(s.log_probs, np.roll(s.routes, -1, axis=0)) for s in scores]
 
 
 class UpsideDownRoutes(TransformersModel):
     """Returns the routes of the last layer first."""
 
-    def score(self, texts: Sequence[Sequence[int]]) -> list[ScoredText]:
-        scores = super().score(texts)
-        return [ScoredText(s.log_probs, s.routes[:, ::-1]) for s in scores]
+    def score(self, sequences: Sequence[Sequence[int]]) -> list[ScoredSequence]:
+        scores = super().score(sequences)
+        return [ScoredSequence(s.log_probs, s.routes[:, ::-1]) for s in scores]
 
 
 class IgnoresRoutes(TransformersModel):
     """Ignores given routes and lets its routers choose."""
 
     def score_with_routes(
-        self, texts: Sequence[Sequence[int]], routes: Sequence[np.ndarray]
-    ) -> list[ScoredText]:
-        return self.score(texts)
+        self, sequences: Sequence[Sequence[int]], routes: Sequence[np.ndarray]
+    ) -> list[ScoredSequence]:
+        return self.score(sequences)
 
 
 class ConstrainAsText(TransformersModel):
@@ -336,7 +336,7 @@ class ShortDecodingWindow(TransformersModel):
     more_keys = -1
 
     @torch.no_grad()
-    def generate(self, prompt: Sequence[int], max_new_tokens: int) -> SampledText:
+    def generate(self, prompt: Sequence[int], max_new_tokens: int) -> SampledSequence:
         ids: list[int] = []
         log_probs = []
         for _ in range(max_new_tokens):
@@ -348,7 +348,7 @@ class ShortDecodingWindow(TransformersModel):
             likely, token = output.logits[0, -1].log_softmax(-1).max(dim=-1)
             ids.append(int(token))
             log_probs.append(float(likely))
-        return SampledText(ids, log_probs)
+        return SampledSequence(ids, log_probs)
 
     def _masks(self, length: int, prompt: int) -> dict[str, Tensor]:
         index = torch.arange(length)
@@ -378,20 +378,20 @@ class LeakyRows(TransformersModel):
     starts_again = True
 
     @torch.no_grad()
-    def score_packed(self, texts: Sequence[Sequence[int]]) -> list[ScoredText]:
-        row = torch.tensor([[token for text in texts for token in text]])
+    def score_packed(self, sequences: Sequence[Sequence[int]]) -> list[ScoredSequence]:
+        row = torch.tensor([[token for sequence in sequences for token in sequence]])
         positions = torch.arange(row.shape[1])[None]
         if self.starts_again:
-            positions = torch.cat([torch.arange(len(text)) for text in texts])[None]
+            positions = torch.cat([torch.arange(len(sequence)) for sequence in sequences])[None]
         logits = self.model(row, position_ids=positions, use_cache=False).logits[0]
         log_probs = logits.log_softmax(-1)
         results = []
         start = 0
-        for text in texts:
-            rows = log_probs[start : start + len(text) - 1]
-            labels = torch.tensor(text[1:])[:, None]
-            results.append(ScoredText(rows.gather(-1, labels)[:, 0].tolist()))
-            start += len(text)
+        for sequence in sequences:
+            rows = log_probs[start : start + len(sequence) - 1]
+            labels = torch.tensor(sequence[1:])[:, None]
+            results.append(ScoredSequence(rows.gather(-1, labels)[:, 0].tolist()))
+            start += len(sequence)
         return results
 
 
@@ -406,11 +406,12 @@ class Wavering(TransformersModel):
 
     calls = 0
 
-    def score(self, texts: Sequence[Sequence[int]]) -> list[ScoredText]:
+    def score(self, sequences: Sequence[Sequence[int]]) -> list[ScoredSequence]:
         self.calls += 1
         offset = 1e-3 * (self.calls % 2)
         return [
-            ScoredText([p - offset for p in s.log_probs], s.routes) for s in super().score(texts)
+            ScoredSequence([p - offset for p in s.log_probs], s.routes)
+            for s in super().score(sequences)
         ]
 
 

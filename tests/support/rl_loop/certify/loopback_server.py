@@ -86,7 +86,7 @@ class LoopbackServer:
     async def update(self, request: web.Request) -> web.Response:
         body = await request.json()
         assert body["load_format"] == "auto"
-        self.model.update(Path(body["model_path"]))
+        self.model.load_weights(Path(body["model_path"]))
         return web.json_response({"success": True, "message": "Succeeded to update model weights."})
 
     async def models(self, request: web.Request) -> web.Response:

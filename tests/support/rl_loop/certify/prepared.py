@@ -8,9 +8,9 @@ from pathlib import Path
 from rl_loop.certify.check_run import CheckRun, ResultCache
 from rl_loop.certify.implementation import ModelImplementation
 from rl_loop.certify.model import Precision, WeightSet, vocabulary
+from rl_loop.certify.probe_sequences import ProbeSequences
 from rl_loop.certify.report import CheckOutcome, CheckResult
 from rl_loop.certify.run import run_checks, special_ids
-from rl_loop.certify.texts import ProbeTexts
 
 
 @dataclass(repr=False)
@@ -26,8 +26,10 @@ class Prepared:
     def run_checks(self, implementation: ModelImplementation, *only: str) -> dict[str, CheckResult]:
         """Run the checks. All tests share the reference's results."""
         words = vocabulary()
-        texts = ProbeTexts(self.first.config, special_ids(words, self.first.config))
-        check_run = CheckRun(implementation, self.first, self.second, self.precision, texts, words)
+        sequences = ProbeSequences(self.first.config, special_ids(words, self.first.config))
+        check_run = CheckRun(
+            implementation, self.first, self.second, self.precision, sequences, words
+        )
         check_run.memory = self.memory
         return {result.name: result for result in run_checks(check_run, only)}
 

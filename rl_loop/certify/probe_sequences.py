@@ -1,4 +1,4 @@
-"""Texts of the checks. Each kind of text exposes one kind of fault."""
+"""Sequences of the checks. Each kind of sequence exposes one kind of fault."""
 
 import random
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ from megatron_gptoss.families.gpt_oss.config import GptOssModelConfig
 from rl_loop.certify.model import BEACON
 
 BEACONS = 4
-"""Number of intervals between beacons in a text of kind "window"."""
+"""Number of intervals between beacons in a sequence of kind "window"."""
 PROMPTS = 6
 """Number of prompts to continue."""
 CONTINUATION = PROMPTS + 4
@@ -18,7 +18,7 @@ TAIL = 96
 
 
 @dataclass(frozen=True)
-class ProbeText:
+class ProbeSequence:
     """Token ids with their purpose."""
 
     kind: str
@@ -27,70 +27,71 @@ class ProbeText:
 
 
 @dataclass(frozen=True)
-class ProbeTexts:
-    """All texts for one architecture. They depend only on ``seed``."""
+class ProbeSequences:
+    """All sequences for one architecture. They depend only on ``seed``."""
 
     config: GptOssModelConfig
     special_ids: tuple[int, ...]
-    """Special tokens that texts contain."""
+    """Special tokens that sequences contain."""
     seed: int = 0
 
     @cached_property
-    def short(self) -> list[ProbeText]:
-        """Texts that fit in a window, so that faults of the window do not change them."""
+    def short(self) -> list[ProbeSequence]:
+        """Sequences that fit in a window, so that faults of the window do not change them."""
         length = min(self.config.sliding_window, 96)
-        return [ProbeText("short", self._draw(length, f"short {i}")) for i in range(3)]
+        return [ProbeSequence("short", self._draw(length, f"short {i}")) for i in range(3)]
 
     @cached_property
-    def window(self) -> list[ProbeText]:
+    def window(self) -> list[ProbeSequence]:
         """Texts with beacons at a distance of one window plus one token.
 
         The token 2 positions before a beacon attends to the previous beacon as its oldest key. The
         token 1 position before a beacon attends to no beacon.
         """
         distance = self.config.sliding_window + 1
-        texts = []
+        sequences = []
         for number in range(2):
-            # The first beacon is at position 0 or 1. With 2 more tokens, both texts have a last beacon.
+            # The first beacon is at position 0 or 1. With 2 more tokens, both sequences have a last
+            # beacon.
             ids = list(self._draw(BEACONS * distance + 2, f"window {number}"))
             for i in range(number, len(ids), distance):
                 ids[i] = BEACON
-            texts.append(ProbeText("window", tuple(ids)))
-        return texts
+            sequences.append(ProbeSequence("window", tuple(ids)))
+        return sequences
 
     @cached_property
-    def long(self) -> list[ProbeText]:
+    def long(self) -> list[ProbeSequence]:
         """Text that is longer than YaRN's original length."""
         length = self.config.yarn_original_length + TAIL
         if self.config.yarn_factor == 1:
             # Without YaRN there is no original length, and a few windows are enough.
             length = BEACONS * self.config.sliding_window + TAIL
-        return [ProbeText("long", self._draw(min(length, self.config.max_length), "long"))]
+        return [ProbeSequence("long", self._draw(min(length, self.config.max_length), "long"))]
 
     @cached_property
-    def all(self) -> list[ProbeText]:
-        """All texts except prompts, short texts first."""
+    def all(self) -> list[ProbeSequence]:
+        """All sequences except prompts, short sequences first."""
         return [*self.short, *self.window, *self.long]
 
     @cached_property
-    def prompts(self) -> list[ProbeText]:
+    def prompts(self) -> list[ProbeSequence]:
         """Prompts with one beacon each, which leaves the window while the continuation is decoded.
 
         One decoded token attends to the beacon as its oldest key. The next token does not attend to
         it.
         """
-        texts = []
+        sequences = []
         for number in range(PROMPTS):
             # The beacon is the oldest key of position ``number + window - 1``.
             length = max(self.config.sliding_window - 3, PROMPTS)
             ids = list(self._draw(length, f"prompt {number}"))
             ids[number] = BEACON
-            texts.append(ProbeText("prompt", tuple(ids)))
-        return texts
+            sequences.append(ProbeSequence("prompt", tuple(ids)))
+        return sequences
 
     def _draw(self, length: int, name: str) -> tuple[int, ...]:
         """Draw random tokens, on average 1 of 12 special."""
-        # A string seeds Random by its SHA-512, so texts are equal in all processes.
+        # A string seeds Random by its SHA-512, so sequences are equal in all processes.
         rng = random.Random(f"{self.seed}/{name}")
         # Further beacons would change the distances between beacons.
         ordinary = [i for i in range(self.config.vocab_size) if i != BEACON]
