@@ -111,7 +111,7 @@ async def measure(
             SamplingParams(1024),
             EpisodeClock(3600.0),
             shape,
-            routed_experts=variant != "no routes",
+            record_routes=variant != "no routes",
         )
         for turn in range(turns):
             result = await sampler.sample(str(turn), prefix, 1024, routes_start=known)

@@ -61,7 +61,7 @@ class AgentRunner:
         sampling: SamplingParams,
         *,
         seed: int,
-        routed_experts: bool = False,
+        record_routes: bool = False,
     ) -> Trajectory:
         """Let the environment's agent play one episode.
 
@@ -76,14 +76,14 @@ class AgentRunner:
             environment: environment of the episode.
             sampling: temperature, top-p and the token limit of one turn.
             seed: seed of the episode.
-            routed_experts: whether to record the experts of every token.
+            record_routes: whether to record the experts of every token.
         """
         agent = environment.external_agent()
         settings = SessionSettings(
             limits=self.limits,
             sampling=sampling,
             history=agent.history,
-            routed_experts=routed_experts,
+            record_routes=record_routes,
         )
 
         has_lost_process = False

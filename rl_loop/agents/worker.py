@@ -47,12 +47,12 @@ class AgentRolloutWorker(RolloutWorker):
         seed: int,
         temperature: float,
         with_routes: bool,
-        runner: RunnerFactory | None,
+        make_runner: RunnerFactory | None,
     ) -> Trajectory:
         environment = make_environment(task, self._execute, self.config.reward)
         # The sources of one run may be with and without agents.
         if not environment.uses_external_agent:
-            return await super()._run_episode(task, seed, temperature, with_routes, runner)
+            return await super()._run_episode(task, seed, temperature, with_routes, make_runner)
 
         rollout = self.config.rollout
         return await self.agents.run_episode(
@@ -60,7 +60,7 @@ class AgentRolloutWorker(RolloutWorker):
             environment,
             SamplingParams(rollout.max_sampled_tokens_per_turn, temperature, rollout.top_p),
             seed=seed,
-            routed_experts=rollout.routed_experts and with_routes,
+            record_routes=rollout.routed_experts and with_routes,
         )
 
     async def close(self) -> None:

@@ -77,7 +77,7 @@ class SessionSettings:
     clients_choose_sampling: bool = False
     """Use the temperature and top-p of requests. Not in training, because the trainer computes
     log-probs at the temperature of the run."""
-    routed_experts: bool = False
+    record_routes: bool = False
     """Record the experts of every token."""
     is_episode: bool = True
     """True if errors end the session, as they end an episode. Otherwise only the request fails, and
@@ -121,7 +121,7 @@ class ConversationSession:
             settings.limits,
             settings.sampling,
             shape=shape,
-            routed_experts=settings.routed_experts,
+            record_routes=settings.record_routes,
         )
         # The agent's computations also count as time of the episode.
         self.episode.clock.start()
@@ -336,7 +336,7 @@ class ConversationSession:
             if request.prompt is not None:
                 ranges = [text_range(self._codec, ids)]
             list_tokens = partial(
-                text_log_probs, self._codec, sampled.result, ranges, turn.stop_tokens, top
+                text_log_probs, self._codec, sampled.result, ranges, turn.hidden_token_count, top
             )
             if listed <= SHORT_LISTS:
                 node.log_probs = list_tokens()

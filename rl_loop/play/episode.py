@@ -121,7 +121,7 @@ class ShownRunner(EpisodeRunner):
 
     async def observe(self, result: StepResult) -> None:
         await super().observe(result)
-        self._view.show_tokens(self.unread_role, len(self.draft), self.unread)
+        self._view.show_tokens(self.pending_role, len(self.draft), self.pending_ids)
 
     def invalidate(self, failure: InfrastructureError) -> Trajectory:
         self._view.show_failure(failure)
@@ -158,10 +158,12 @@ def play_episode(config: RunConfig, options: PlayOptions, view: EpisodeView) -> 
         policy = Person(tasks.codec, view.read_line, view.tell)
 
     view.show_task(task, tasks.codec)
-    runner = partial(ShownRunner, view, policy)
+    make_runner = partial(ShownRunner, view, policy)
     with ExitStack() as stack:
         if policy is not None:
-            return run_until_interrupted(_play_written(config, task, options.seed, policy, runner))
+            return run_until_interrupted(
+                _play_written(config, task, options.seed, policy, make_runner)
+            )
         if isinstance(config, RlConfig) and config.evaluation.endpoint is not None:
             url, name = config.evaluation.endpoint, config.evaluation.endpoint_model
             # Created in the event loop, which its connections need.
@@ -169,7 +171,7 @@ def play_episode(config: RunConfig, options: PlayOptions, view: EpisodeView) -> 
         else:
             engine = stack.enter_context(local_engine(config, options.weights))
             factory = lambda: engine  # noqa: E731
-        return run_until_interrupted(_play_model(config, task, options.seed, factory, runner))
+        return run_until_interrupted(_play_model(config, task, options.seed, factory, make_runner))
 
 
 def choose_task(tasks: TaskMixture, options: PlayOptions) -> Task:
@@ -183,7 +185,7 @@ def choose_task(tasks: TaskMixture, options: PlayOptions) -> Task:
 
 
 async def _play_written(
-    config: RunConfig, task: Task, seed: int, policy: WrittenPolicy, runner: RunnerFactory
+    config: RunConfig, task: Task, seed: int, policy: WrittenPolicy, make_runner: RunnerFactory
 ) -> TrajectoryGroup:
     """Play an episode of a written policy, and stop it when the policy fails."""
     turns = WrittenTurns(policy)
@@ -191,7 +193,7 @@ async def _play_written(
 
     async def play(running: RolloutWorker) -> TrajectoryGroup:
         episode = asyncio.ensure_future(
-            running.run_group(task, (seed,), config.rollout.temperature, runner=runner)
+            running.run_group(task, (seed,), config.rollout.temperature, make_runner=make_runner)
         )
         stop = asyncio.ensure_future(turns.stopped.wait())
         try:
@@ -210,13 +212,14 @@ async def _play_written(
 
 
 async def _play_model(
-    config: RunConfig, task: Task, seed: int, factory: EngineFactory, runner: RunnerFactory
+    config: RunConfig, task: Task, seed: int, factory: EngineFactory, make_runner: RunnerFactory
 ) -> TrajectoryGroup:
     """Play an episode of an engine."""
     worker = worker_class(config.tasks)(config, factory, torch.get_num_threads())
     temperature = config.rollout.temperature
     return await _with_worker(
-        worker, lambda running: running.run_group(task, (seed,), temperature, runner=runner)
+        worker,
+        lambda running: running.run_group(task, (seed,), temperature, make_runner=make_runner),
     )
 
 

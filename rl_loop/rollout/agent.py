@@ -5,8 +5,9 @@
             turn; append tool results or the user message
 
 Text is never rendered twice. The loss mask of these trajectories is 1 exactly on sampled tokens.
-``data.samples`` clears it for masked episodes. Mistakes of the policy end an episode with a reward.
-Infrastructure failures end it as invalid (``rl_loop.infrastructure``).
+``data.samples`` clears it for excluded episodes (``rollout.truncated_episodes: mask``). Mistakes of
+the policy end an episode with a reward. Infrastructure failures end it as invalid
+(``rl_loop.infrastructure``).
 """
 
 from collections.abc import Callable, Sequence
@@ -35,8 +36,8 @@ from rl_loop.tasks.episode_prompts import EpisodePromptRenderer, build_prompt
 from rl_loop.threads import run_in_thread
 
 TOOL_PAUSES = (0.1, 1.0, 4.0)
-"""Seconds before a turn whose tools or checker failed is executed again, or an environment is opened
-again. After the last one the failure is final."""
+"""Pauses in seconds before each retry of a turn whose tools or checker failed, or of opening an
+environment. The failure after the last pause is final."""
 
 
 async def run_episode(
@@ -48,9 +49,9 @@ async def run_episode(
     sampling: SamplingParams,
     *,
     seed: int,
-    routed_experts: bool = False,
+    record_routes: bool = False,
     shape: ModelShape | None = None,
-    runner: "RunnerFactory | None" = None,
+    make_runner: "RunnerFactory | None" = None,
 ) -> Trajectory:
     """Run one episode to its end.
 
@@ -66,20 +67,20 @@ async def run_episode(
         limits: limits of the episode.
         sampling: temperature, top-p and the token limit of one turn.
         seed: seed of the episode.
-        routed_experts: whether to record the experts of every token.
+        record_routes: whether to record the experts of every token.
         shape: shape of the model, to check the engine's results. None to check the vocabulary only.
-        runner: makes the runner of the episode. None for ``EpisodeRunner``. ``purifying`` of
-            ``rollout.purification`` makes another one.
+        make_runner: makes the runner of the episode. None: ``EpisodeRunner``. ``purifying`` of
+            ``rollout.purification`` returns another factory.
 
     Raises:
-        UnusablePromptError: the prompt leaves no room for an answer. The worker skips the task (metric
-            ``rollout/skipped_tasks``).
+        UnusablePromptError: the prompt is too long or cannot be rendered. The worker skips the task
+            (metric ``rollout/skipped_tasks``).
     """
     name = f"{task_id}/{seed}"
     episode = Episode(
-        name, engine, codec, limits, sampling, shape=shape, routed_experts=routed_experts
+        name, engine, codec, limits, sampling, shape=shape, record_routes=record_routes
     )
-    return await (runner or EpisodeRunner)(task_id, environment, codec, episode).run()
+    return await (make_runner or EpisodeRunner)(task_id, environment, codec, episode).run()
 
 
 class EpisodeRunner:
@@ -100,11 +101,11 @@ class EpisodeRunner:
         self.guard = EnvironmentGuard(environment, episode.clock, self.limits.max_episode_seconds)
 
         self.draft = EpisodeDraft(task_id)
-        self.unread: list[int] = []
+        self.pending_ids: list[int] = []
         """Token ids of tool results and user messages. They become a part of the episode when a
         turn is sampled from them."""
-        self.unread_role = ""
-        """Author of ``unread``: "tool" or "user"."""
+        self.pending_role = ""
+        """Author of ``pending_ids``: "tool" or "user"."""
         self.calls_run = 0
         """Number of executed tool calls, including the calls of replaced turns."""
 
@@ -122,7 +123,7 @@ class EpisodeRunner:
         """Open the environment and render the prompt.
 
         Raises:
-            UnusablePromptError: the prompt leaves no room for an answer.
+            UnusablePromptError: the prompt is too long or cannot be rendered.
             InfrastructureError: the environment cannot be opened.
         """
         for pause in (*TOOL_PAUSES, None):
@@ -185,7 +186,7 @@ class EpisodeRunner:
     # ---- one turn
 
     async def sample_turn(self) -> GenerateResult:
-        """Sample a turn and append it to the episode, after the unread tokens.
+        """Sample a turn and append it to the episode, after ``pending_ids``.
 
         The result has the ids, log-probs, weight versions and routes of the turn. A weight sync
         interrupts sampling, which continues from the tokens so far (``rollout.turn_sampler``).
@@ -197,7 +198,7 @@ class EpisodeRunner:
         with self.episode.turn() as number:
             turn = await self.episode.sample(
                 str(number),
-                draft.token_ids + self.unread,
+                draft.token_ids + self.pending_ids,
                 routes_start=draft.routed_tokens,
             )
             self.episode.keep(turn.result)
@@ -206,9 +207,9 @@ class EpisodeRunner:
         # episode could end with tokens that no turn follows.
         if number > 0:
             draft.note_reuse(turn.result)
-        if self.unread:
-            self.append(self.unread_role, self.unread)
-            self.unread = []
+        if self.pending_ids:
+            self.append(self.pending_role, self.pending_ids)
+            self.pending_ids = []
         self.append("assistant", turn.result.output_ids, turn.result)
 
         # After the append, because the tokens of a truncated turn are a part of the episode.
@@ -257,8 +258,8 @@ class EpisodeRunner:
 
     async def observe(self, result: StepResult) -> None:
         """Keep tool results and user messages for the next turn."""
-        self.unread = await self.render(result)
-        self.unread_role = "tool" if result.tool_outputs else "user"
+        self.pending_ids = await self.render(result)
+        self.pending_role = "tool" if result.tool_outputs else "user"
 
     async def render(self, result: StepResult) -> list[int]:
         """Return the token ids of tool results and user messages, cut to the limit."""
@@ -283,10 +284,13 @@ class EpisodeRunner:
         return self.episode.conclude([self.draft.to_trajectory()], result, ending)
 
     def invalidate(self, failure: InfrastructureError) -> Trajectory:
-        """Return the invalid episode. The source of an unknown failure is the environment."""
-        # The engine's failure names its server. Routes are large, and nothing trains on this
-        # episode.
+        """Return the invalid episode.
+
+        A failure without a source gets the name of the environment.
+        """
+        # A failure of the engine names its server itself.
         failure_source = "" if failure.component == "engine" else self.guard.name
+        # Without routes, because they are large and no step trains on this episode.
         return invalidated(self.draft.to_trajectory(with_routes=False), failure, failure_source)
 
     # ---- the limit of tool calls

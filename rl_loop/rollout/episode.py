@@ -117,7 +117,7 @@ class Episode:
         sampling: SamplingParams,
         *,
         shape: ModelShape | None = None,
-        routed_experts: bool = False,
+        record_routes: bool = False,
     ) -> None:
         """Begin an episode. Its clock is stopped until the first turn is sampled.
 
@@ -129,7 +129,7 @@ class Episode:
             sampling: temperature, top-p and the token limit of one turn. The stop ids are set here.
             shape: shape of the model, to check the engine's results. None to check the vocabulary
                 only.
-            routed_experts: whether the engine has to return the experts of every token.
+            record_routes: whether the engine has to return the experts of every token.
         """
         self.name = name
         self.limits = limits
@@ -141,7 +141,7 @@ class Episode:
             sampling=self.sampling,
             clock=self.clock,
             shape=shape or ModelShape(codec.vocabulary.size),
-            routed_experts=routed_experts,
+            record_routes=record_routes,
         )
         self.ending: Ending | None = None
         """None while the episode takes turns."""
@@ -241,9 +241,9 @@ class Episode:
     def _budget(self, used: int, max_new_tokens: int | None) -> TokenBudget:
         """Return the budget of a turn after ``used`` tokens: the smallest of all limits."""
         limits = self.limits
-        of_turn = self.sampling.max_new_tokens
+        turn_limit = self.sampling.max_new_tokens
         budgets = [
-            TokenBudget.of(of_turn, FinishReason.LENGTH, f"{of_turn} tokens of a turn"),
+            TokenBudget.of(turn_limit, FinishReason.LENGTH, f"{turn_limit} tokens of a turn"),
             TokenBudget.of(
                 limits.max_episode_tokens - used,
                 FinishReason.MAX_EPISODE_TOKENS,

@@ -66,10 +66,10 @@ class EpisodeDraft:
     def note_reuse(self, sampled: GenerateResult) -> None:
         """Count the tokens that the engine had processed before a turn, and those it reused.
 
-        Call it before the turn and the unread tokens before it are appended. All tokens so far have
+        Call it before the turn and the tool results before it are appended. All tokens so far have
         been processed once.
         """
-        # The unread tokens after them are new to the engine, so they cannot be in its cache.
+        # The tool results after them are new to the engine, so they cannot be in its cache.
         self.reusable_tokens += len(self)
         self.cached_tokens += min(len(self), sampled.cached_tokens)
 

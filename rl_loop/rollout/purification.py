@@ -146,10 +146,10 @@ class PurifyingRunner(EpisodeRunner):
         """Give spliced tokens the log-probs of their new place."""
         # scores[i] belongs to token i + 1, because the first token has no log-prob.
         scores = await self.episode.sampler.score(turn.prefix + turn.sampled.output_ids)
-        of_turn = scores[len(turn.prefix) - 1 :]
+        turn_scores = scores[len(turn.prefix) - 1 :]
         # The first tokens are those of the failed turn, however often it was retried, and keep the
         # log-probs with which they were sampled.
-        log_probs = failed.sampled.output_log_probs[: turn.kept] + of_turn[turn.kept :]
+        log_probs = failed.sampled.output_log_probs[: turn.kept] + turn_scores[turn.kept :]
         return replace(turn, sampled=replace(turn.sampled, output_log_probs=log_probs))
 
     async def _resample(self, turn: TurnAttempt) -> TurnAttempt | None:

@@ -52,7 +52,7 @@ class TurnSampler:
     clock: EpisodeClock
     shape: ModelShape
     """Shape of the model, to check the engine's results."""
-    routed_experts: bool = False
+    record_routes: bool = False
     """True if the engine has to return the experts of every token."""
     recomputed_tokens: int = 0
     """Tokens of the episode that an engine computed again because a turn was interrupted."""
@@ -169,8 +169,8 @@ class TurnSampler:
             name,
             prefix + done,
             seeded,
-            return_routed_experts=self.routed_experts,
-            routes_start=routes_start if self.routed_experts else 0,
+            return_routed_experts=self.record_routes,
+            routes_start=routes_start if self.record_routes else 0,
             new_matcher=None if new_matcher is None else partial(new_matcher, done),
         )
 
@@ -295,7 +295,7 @@ def shifted(spans: list[WeightVersionSpan], by: int) -> list[WeightVersionSpan]:
 
 
 def _derive_seed(request_id: str) -> int:
-    """Hash a name to 63 bits, the size of a torch generator's seed."""
+    """Hash a name to 63 bits, so that the seed fits a signed 64-bit integer."""
     digest = hashlib.blake2b(request_id.encode(), digest_size=8).digest()
     # Python's hash() of strings differs between processes.
     return int.from_bytes(digest) >> 1

@@ -93,7 +93,7 @@ class RolloutWorker:
         *,
         purify: bool = False,
         with_routes: bool = False,
-        runner: RunnerFactory | None = None,
+        make_runner: RunnerFactory | None = None,
     ) -> TrajectoryGroup:
         """Run one episode per seed, all at the same time.
 
@@ -103,19 +103,19 @@ class RolloutWorker:
             temperature: sampling temperature.
             purify: whether to retry failed calls, if the configuration enables it.
             with_routes: whether to request routes from the engine, if the configuration enables it.
-            runner: makes the runners of the agent loop. None for the default.
+            make_runner: makes the runners of the agent loop. None: ``EpisodeRunner``.
 
         Returns:
             The group, with separate lists of valid and invalid episodes. A task whose prompt cannot
             be used is skipped.
         """
-        if runner is None and purify and self.config.rollout.purification is not None:
-            runner = purifying(self.config.rollout.purification)
+        if make_runner is None and purify and self.config.rollout.purification is not None:
+            make_runner = purifying(self.config.rollout.purification)
         try:
             async with asyncio.TaskGroup() as running:
                 tasks = [
                     running.create_task(
-                        self._run_episode(task, seed, temperature, with_routes, runner)
+                        self._run_episode(task, seed, temperature, with_routes, make_runner)
                     )
                     for seed in seeds
                 ]
@@ -161,7 +161,7 @@ class RolloutWorker:
         seed: int,
         temperature: float,
         with_routes: bool,
-        runner: RunnerFactory | None,
+        make_runner: RunnerFactory | None,
     ) -> Trajectory:
         """Run one episode of a task."""
         rollout = self.config.rollout
@@ -173,9 +173,9 @@ class RolloutWorker:
             rollout,
             SamplingParams(rollout.max_sampled_tokens_per_turn, temperature, rollout.top_p),
             seed=seed,
-            routed_experts=rollout.routed_experts and with_routes,
+            record_routes=rollout.routed_experts and with_routes,
             shape=self._shape,
-            runner=runner,
+            make_runner=make_runner,
         )
 
     async def _execute(self, code: str, history: Sequence[str] = ()) -> ExecutionResult:

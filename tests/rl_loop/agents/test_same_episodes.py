@@ -159,7 +159,7 @@ class Players:
             self.limits(case),
             SamplingParams(case.max_new_tokens),
             seed=3,
-            routed_experts=True,
+            record_routes=True,
         )
 
     async def agent(self, case: Case) -> Trajectory:
@@ -182,7 +182,7 @@ class Players:
         try:
             runner = AgentRunner(gateway, self.processes, limits)
             return await runner.run_episode(
-                "task", environment, sampling, seed=3, routed_experts=True
+                "task", environment, sampling, seed=3, record_routes=True
             )
         finally:
             await gateway.close()

@@ -50,7 +50,7 @@ def config(folder: Path, agent: str, *overrides: str) -> RlConfig:
 def read_episodes(run: Path) -> list[dict[str, Any]]:
     reader = EpisodeReader(run / "episodes")
     reader.refresh()
-    return list(reader.figures.to_pylist(maps_as_pydicts="strict"))
+    return list(reader.summary_table.to_pylist(maps_as_pydicts="strict"))
 
 
 @pytest.fixture(scope="module")

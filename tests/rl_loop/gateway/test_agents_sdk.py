@@ -80,7 +80,7 @@ async def run_agent(base_url: str, api_key: str, dialect: str, *, stream: bool) 
 async def rehearse(harmony: Harmony, dialect: str) -> list[Lesson]:
     """Run the agent with a scripted policy. Return the lessons that teach its turns."""
     engine = ScriptedEngine(turns(harmony))
-    settings = GatewaySettings(replace(LONG_CONTEXT, routed_experts=False))
+    settings = GatewaySettings(replace(LONG_CONTEXT, record_routes=False))
     gateway = Gateway(engine, harmony, ModelShape(harmony.vocabulary.size), settings)
     await gateway.start()
     try:

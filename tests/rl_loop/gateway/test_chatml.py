@@ -25,7 +25,7 @@ from tests.support.rl_loop.gateway.chats import TOOLS, echo, say
 from tests.support.rl_loop.gateway.policy import ADD, Lesson, learned_model
 from tests.support.rl_loop.gateway.serving import SETTINGS, Served, check_capture, serving
 
-PLAIN = replace(SETTINGS, routed_experts=False)
+PLAIN = replace(SETTINGS, record_routes=False)
 PYTHON = Tool("python", "", {"type": "object", "properties": {"code": {"type": "string"}}})
 COUNTED = " ".join(str(number) for number in range(10, 20))
 CODE = 'print("<|im_end|>")'

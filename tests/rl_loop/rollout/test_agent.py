@@ -67,7 +67,7 @@ def episode(
 
     environment = ReToolEnvironment(TASK, execute, REWARD)
     sampling = SamplingParams(max_new_tokens, temperature=0.7)
-    settings: dict[str, object] = {"seed": 5, "routed_experts": True, **options}
+    settings: dict[str, object] = {"seed": 5, "record_routes": True, **options}
     return asyncio.run(run_episode("t", environment, engine, harmony, limits, sampling, **settings))  # type: ignore[arg-type]
 
 
@@ -278,7 +278,7 @@ def test_episode_times_out_before_the_first_token_of_a_turn(tiny: Harmony) -> No
     environment = ReToolEnvironment(TASK, slow, REWARD)
     limits = EpisodeLimits(max_turns=8, max_episode_tokens=2000, max_episode_seconds=0.2)
     run = run_episode(
-        "t", environment, engine, tiny, limits, SamplingParams(500), seed=5, routed_experts=True
+        "t", environment, engine, tiny, limits, SamplingParams(500), seed=5, record_routes=True
     )
     trajectory = asyncio.run(run)
     assert trajectory.token_ids.tolist() == prompt_ids(tiny) + call(tiny)
@@ -400,9 +400,7 @@ def test_engine_without_routes_makes_the_episode_invalid(tiny: Harmony) -> None:
     trajectory = episode(tiny, engine)
     assert trajectory.invalid is not None
     assert "returned no routed experts" in trajectory.invalid.reason
-    assert (
-        episode(tiny, ScriptedEngine([answer(tiny)]), routed_experts=False).routed_experts is None
-    )
+    assert episode(tiny, ScriptedEngine([answer(tiny)]), record_routes=False).routed_experts is None
 
 
 def test_too_long_prompt_names_the_task_and_the_setting(tiny: Harmony) -> None:

@@ -1,4 +1,8 @@
-"""Failures of engine, sandbox, tool and checker at any moment. They never become a reward."""
+"""Failures of engine, sandbox, tool and checker at any moment.
+
+An error of infrastructure never becomes a reward. A hanging tool or checker ends the episode at its
+time limit, with the reward of the environment.
+"""
 
 from __future__ import annotations
 
@@ -102,14 +106,14 @@ def play(
     limits: EpisodeLimits = LIMITS,
     **options: Any,
 ) -> Trajectory:
-    world = environment or ReToolEnvironment(TASK, interpreter, RewardConfig())
-    settings: dict[str, Any] = {"seed": 1, "routed_experts": True, "shape": SHAPE, **options}
+    environment = environment or ReToolEnvironment(TASK, interpreter, RewardConfig())
+    settings: dict[str, Any] = {"seed": 1, "record_routes": True, "shape": SHAPE, **options}
 
     async def main() -> Trajectory:
         before = asyncio.all_tasks()
         async with asyncio.timeout(30):
             episode = await run_episode(
-                "t", world, engine, harmony, limits, SamplingParams(500), **settings
+                "t", environment, engine, harmony, limits, SamplingParams(500), **settings
             )
         assert asyncio.all_tasks() == before, "an episode that has ended leaves a task behind"
         return episode
@@ -139,20 +143,22 @@ def changed_result(**changes: Any) -> Callable[[GenerateRequest, GenerateResult]
     """
 
     def change(request: GenerateRequest, result: GenerateResult) -> GenerateResult:
-        told = {
+        changed = {
             name: new(getattr(result, name)) if callable(new) else new
             for name, new in changes.items()
         }
-        return replace(result, **told)
+        return replace(result, **changed)
 
     return change
 
 
-def first(value: Any) -> Callable[[list[Any]], list[Any]]:
+def replace_first(value: Any) -> Callable[[list[Any]], list[Any]]:
     return lambda values: [value, *values[1:]]
 
 
-def raises(error: BaseException) -> Callable[[GenerateRequest, GenerateResult], GenerateResult]:
+def raising_engine(
+    error: BaseException,
+) -> Callable[[GenerateRequest, GenerateResult], GenerateResult]:
     def fail(request: GenerateRequest, result: GenerateResult) -> GenerateResult:
         raise error
 
@@ -177,26 +183,26 @@ def tokens_after_a_stop(request: GenerateRequest, result: GenerateResult) -> Gen
     )
 
 
-MISBEHAVIORS: dict[str, Callable[[GenerateRequest, GenerateResult], Any]] = {
-    "NaN": changed_result(output_log_probs=first(math.nan)),
-    "minus infinity": changed_result(output_log_probs=first(-math.inf)),
-    "infinity": changed_result(output_log_probs=first(math.inf)),
-    "None": changed_result(output_log_probs=first(None)),
-    "text for a number": changed_result(output_log_probs=first("-1.0")),
-    "positive": changed_result(output_log_probs=first(0.01)),
+ENGINE_FAULTS: dict[str, Callable[[GenerateRequest, GenerateResult], Any]] = {
+    "NaN": changed_result(output_log_probs=replace_first(math.nan)),
+    "minus infinity": changed_result(output_log_probs=replace_first(-math.inf)),
+    "infinity": changed_result(output_log_probs=replace_first(math.inf)),
+    "None": changed_result(output_log_probs=replace_first(None)),
+    "text for a number": changed_result(output_log_probs=replace_first("-1.0")),
+    "positive": changed_result(output_log_probs=replace_first(0.01)),
     "fewer log-probs": changed_result(output_log_probs=lambda values: values[1:]),
     "more log-probs": changed_result(output_log_probs=lambda values: [*values, -1.0]),
-    "id of the vocabulary's size": changed_result(output_ids=first(640)),
-    "negative id": changed_result(output_ids=first(-1)),
-    "None for an id": changed_result(output_ids=first(None)),
-    "a fraction for an id": changed_result(output_ids=first(1.5)),
-    "more tokens than asked": too_many_tokens,
+    "id of the vocabulary's size": changed_result(output_ids=replace_first(640)),
+    "negative id": changed_result(output_ids=replace_first(-1)),
+    "None for an id": changed_result(output_ids=replace_first(None)),
+    "a fraction for an id": changed_result(output_ids=replace_first(1.5)),
+    "more tokens than requested": too_many_tokens,
     "tokens after a stop": tokens_after_a_stop,
     "nothing and no abort": changed_result(
         output_ids=[], output_log_probs=[], weight_versions=[], routed_experts=None
     ),
-    "no such reason": changed_result(finish_reason=FinishReason.MAX_TURNS),
-    "aborts for ever": changed_result(
+    "unknown finish reason": changed_result(finish_reason=FinishReason.MAX_TURNS),
+    "endless aborts": changed_result(
         output_ids=[],
         output_log_probs=[],
         weight_versions=[],
@@ -215,22 +221,20 @@ MISBEHAVIORS: dict[str, Callable[[GenerateRequest, GenerateResult], Any]] = {
         weight_versions=[WeightVersionSpan(0, 1, 1), WeightVersionSpan(2, 3, 1)]
     ),
     "no result": lambda request, result: None,
-    "RuntimeError": raises(RuntimeError("CUDA error: an illegal memory access")),
-    "ConnectionError": raises(ConnectionResetError("peer")),
-    "ValueError": raises(ValueError("the model has 10 positions")),
-    "TimeoutError": raises(TimeoutError()),
-    "MemoryError": raises(MemoryError()),
+    "RuntimeError": raising_engine(RuntimeError("CUDA error: an illegal memory access")),
+    "ConnectionError": raising_engine(ConnectionResetError("peer")),
+    "ValueError": raising_engine(ValueError("the model has 10 positions")),
+    "TimeoutError": raising_engine(TimeoutError()),
+    "MemoryError": raising_engine(MemoryError()),
 }
 
 
 class FaultyEngine(ScriptedEngine):
     """An engine with ``times`` injected faults, from request ``moment`` on."""
 
-    def __init__(
-        self, turns: list[list[int]], misbehavior: str, moment: int, times: int = 1000
-    ) -> None:
+    def __init__(self, turns: list[list[int]], fault: str, moment: int, times: int = 1000) -> None:
         super().__init__(turns)
-        self.misbehavior, self.moment, self.times = misbehavior, moment, times
+        self.fault, self.moment, self.times = fault, moment, times
         self.calls = 0
 
     async def generate(self, request: GenerateRequest) -> GenerateResult:
@@ -241,19 +245,21 @@ class FaultyEngine(ScriptedEngine):
         if not faulty:
             return result
         self.times -= 1
+        # Undo the request, so that a retry samples the same turn.
         self._turns = turns
-        self.requests.pop(), self.results.pop()
+        self.requests.pop()
+        self.results.pop()
         self._processed = []
-        told: GenerateResult = MISBEHAVIORS[self.misbehavior](request, result)
-        return told
+        changed: GenerateResult = ENGINE_FAULTS[self.fault](request, result)
+        return changed
 
 
 @pytest.mark.parametrize("moment", [1, 2, 3])
-@pytest.mark.parametrize("misbehavior", MISBEHAVIORS)
+@pytest.mark.parametrize("fault", ENGINE_FAULTS)
 def test_engine_fault_makes_the_episode_invalid_and_is_named(
-    tiny: Harmony, misbehavior: str, moment: int
+    tiny: Harmony, fault: str, moment: int
 ) -> None:
-    engine = FaultyEngine([call(tiny, "1"), call(tiny, "2"), answer(tiny)], misbehavior, moment)
+    engine = FaultyEngine([call(tiny, "1"), call(tiny, "2"), answer(tiny)], fault, moment)
     episode = play(tiny, engine)
     check_invalid(episode, "engine")
     assert f"request t/1/{moment - 1}/0" in episode.invalid.reason  # type: ignore[union-attr]
@@ -261,12 +267,10 @@ def test_engine_fault_makes_the_episode_invalid_and_is_named(
 
 
 @pytest.mark.parametrize("moment", [1, 2, 3])
-@pytest.mark.parametrize("misbehavior", sorted(MISBEHAVIORS.keys() - {"ValueError"}))
-def test_two_engine_faults_are_retried_without_loss(
-    tiny: Harmony, misbehavior: str, moment: int
-) -> None:
+@pytest.mark.parametrize("fault", sorted(ENGINE_FAULTS.keys() - {"ValueError"}))
+def test_two_engine_faults_are_retried_without_loss(tiny: Harmony, fault: str, moment: int) -> None:
     turns = [call(tiny, "1"), call(tiny, "2"), answer(tiny)]
-    episode = play(tiny, FaultyEngine(turns, misbehavior, moment, times=2))
+    episode = play(tiny, FaultyEngine(turns, fault, moment, times=2))
     undisturbed = play(tiny, ScriptedEngine(turns))
     assert episode.invalid is None
     assert episode.reward == 1.0
@@ -285,7 +289,7 @@ def test_experts_of_routes_are_checked_when_known(tiny: Harmony) -> None:
 @pytest.mark.parametrize(
     "choice",
     [[3, 3], [-1, 0], [0, 4], [4, 0]],
-    ids=["an expert twice", "not known", "beyond the last expert", "beyond it, first"],
+    ids=["expert twice", "negative expert first", "unknown expert last", "unknown expert first"],
 )
 @pytest.mark.parametrize("token", [0, 4])
 def test_impossible_choice_of_experts_is_named(choice: list[int], token: int) -> None:
@@ -340,31 +344,31 @@ class FaultyEnvironment(ReToolEnvironment):
             self._calls_of_method[0] += 1
             return instead()
 
-        async def act_later(*arguments: Any) -> Any:
+        async def act_async(*arguments: Any) -> Any:
             result = act(*arguments)
             return await result if asyncio.iscoroutine(result) else result
 
         self.FIXED = (*Environment.FIXED, method, "_calls_of_method")  # type: ignore[misc]
-        setattr(self, method, act_later if is_async else act)
+        setattr(self, method, act_async if is_async else act)
 
 
-def throw(error: BaseException) -> Callable[[], Any]:
+def raising(error: BaseException) -> Callable[[], Any]:
     def act() -> Any:
         raise error
 
     return act
 
 
-FAILURES: dict[str, Callable[[], Any]] = {
-    "a connection that is refused": throw(ConnectionRefusedError(111, "Connection refused")),
-    "a time-out of its own": throw(TimeoutError()),
-    "a bug": throw(KeyError("x")),
-    "out of memory": throw(MemoryError()),
-    "endless recursion": throw(RecursionError("maximum recursion depth exceeded")),
-    "what it knows to be infrastructure": throw(InfrastructureError("sandbox", "no bubblewrap")),
-    "nothing": lambda: None,
+ENVIRONMENT_FAULTS: dict[str, Callable[[], Any]] = {
+    "connection refused": raising(ConnectionRefusedError(111, "Connection refused")),
+    "raises TimeoutError": raising(TimeoutError()),
+    "raises KeyError": raising(KeyError("x")),
+    "raises MemoryError": raising(MemoryError()),
+    "raises RecursionError": raising(RecursionError("maximum recursion depth exceeded")),
+    "raises InfrastructureError": raising(InfrastructureError("sandbox", "no bubblewrap")),
+    "returns None": lambda: None,
 }
-METHODS = {
+COMPONENT_OF_METHOD = {
     "step": "environment",
     "call": "tool",
     "answer": "checker",
@@ -372,18 +376,18 @@ METHODS = {
 }
 
 
-@pytest.mark.parametrize("failure", FAILURES)
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("failure", ENVIRONMENT_FAULTS)
+@pytest.mark.parametrize("method", COMPONENT_OF_METHOD)
 def test_failing_environment_method_makes_the_episode_invalid(
     tiny: Harmony, method: str, failure: str
 ) -> None:
     turns = [call(tiny, "1"), answer(tiny)]
     limits = LIMITS.model_copy(update={"max_turns": 1 if method == "end_truncated" else 6})
     episode = play(
-        tiny, ScriptedEngine(turns), FaultyEnvironment(method, FAILURES[failure]), limits
+        tiny, ScriptedEngine(turns), FaultyEnvironment(method, ENVIRONMENT_FAULTS[failure]), limits
     )
-    component = "sandbox" if "infrastructure" in failure else METHODS[method]
-    if failure == "nothing" and method == "answer":
+    component = "sandbox" if "Infrastructure" in failure else COMPONENT_OF_METHOD[method]
+    if failure == "returns None" and method == "answer":
         component = "environment"
     check_invalid(episode, component)
 
@@ -391,13 +395,13 @@ def test_failing_environment_method_makes_the_episode_invalid(
 @pytest.mark.parametrize("method", ["prompt", "tools", "builtin_tools", "end_with_format_error"])
 def test_failing_prompt_or_format_error_invalidates_the_episode(tiny: Harmony, method: str) -> None:
     illegal = [[*tiny.vocabulary.encode_text("what?"), tiny.stop_token_ids[0]]]
-    environment = FaultyEnvironment(method, FAILURES["a bug"])
+    environment = FaultyEnvironment(method, ENVIRONMENT_FAULTS["raises KeyError"])
     check_invalid(play(tiny, ScriptedEngine(illegal), environment), "environment")
 
 
 @pytest.mark.parametrize("method", ["step", "call", "answer"])
 def test_transient_failure_is_retried_from_the_same_state(tiny: Harmony, method: str) -> None:
-    environment = FaultyEnvironment(method, FAILURES["a connection that is refused"], times=2)
+    environment = FaultyEnvironment(method, ENVIRONMENT_FAULTS["connection refused"], times=2)
     episode = play(tiny, ScriptedEngine([call(tiny, "1", "2"), answer(tiny)]), environment)
     assert (episode.invalid, episode.reward, episode.tool_calls) == (None, 1.0, 2)
     assert environment._calls == 2
@@ -443,7 +447,7 @@ def test_environment_without_saved_state_is_not_retried(tiny: Harmony) -> None:
         def save_state(self) -> None:
             return None
 
-    environment = Remote("call", FAILURES["a connection that is refused"], times=1)
+    environment = Remote("call", ENVIRONMENT_FAULTS["connection refused"], times=1)
     check_invalid(play(tiny, ScriptedEngine([call(tiny, "1"), answer(tiny)]), environment), "tool")
     assert environment._calls_of_method == [1]
 
@@ -530,7 +534,7 @@ def test_slow_end_of_an_episode_out_of_time_keeps_its_reward(
 def test_hanging_scorers_leave_other_episodes_valid(tiny: Harmony) -> None:
     """Each hanging scorer occupies one of the few default threads."""
     limits = LIMITS.model_copy(update={"max_episode_seconds": 2})
-    world = ReToolEnvironment(TASK, interpreter, RewardConfig())
+    environment = ReToolEnvironment(TASK, interpreter, RewardConfig())
 
     async def main() -> Trajectory:
         released = threading.Event()
@@ -538,7 +542,9 @@ def test_hanging_scorers_leave_other_episodes_valid(tiny: Harmony) -> None:
         hung = [loop.run_in_executor(None, released.wait, 60) for _ in range(200)]
         try:
             sampled = ScriptedEngine([malformed_turn(tiny)])
-            return await run_episode("t", world, sampled, tiny, limits, SamplingParams(500), seed=1)
+            return await run_episode(
+                "t", environment, sampled, tiny, limits, SamplingParams(500), seed=1
+            )
         finally:
             released.set()
             await asyncio.gather(*hung)
@@ -592,7 +598,9 @@ def test_tool_failure_in_purification_makes_the_episode_invalid(tiny: Harmony) -
 
     environment = ReToolEnvironment(TASK, execute, RewardConfig())
     engine = ScriptedEngine([call(tiny, "print(1"), call(tiny, "print(1)"), answer(tiny)])
-    check_invalid(play(tiny, engine, environment, runner=purifying(PurificationConfig())), "tool")
+    check_invalid(
+        play(tiny, engine, environment, make_runner=purifying(PurificationConfig())), "tool"
+    )
 
 
 def test_invalid_scores_in_purification_are_an_engine_fault(tiny: Harmony) -> None:
@@ -612,7 +620,7 @@ def test_invalid_scores_in_purification_are_an_engine_fault(tiny: Harmony) -> No
         engine.scores = bad
         environment = ReToolEnvironment(TASK, execute, RewardConfig())
         check_invalid(
-            play(tiny, engine, environment, runner=purifying(PurificationConfig())), "engine"
+            play(tiny, engine, environment, make_runner=purifying(PurificationConfig())), "engine"
         )
 
 
@@ -646,7 +654,7 @@ def test_wait_in_the_engine_queue_is_not_episode_time(tiny: Harmony) -> None:
     began = time.monotonic()
     episodes = asyncio.run(main())
     assert time.monotonic() - began > 2 * 1.5, (
-        "the queue is longer than the limit, or the test says nothing"
+        "the requests must wait longer than the episode's limit"
     )
     assert {episode.finish_reason for episode in episodes} == {FinishReason.STOP}
 
@@ -684,7 +692,7 @@ def test_retries_of_failed_calls_count_towards_the_limit(tiny: Harmony) -> None:
     environment = ReToolEnvironment(TASK, execute, RewardConfig())
     engine = ScriptedEngine([call(tiny, "x")] * 12)
     episode = play(
-        tiny, engine, environment, limits, runner=purifying(PurificationConfig(retries=9))
+        tiny, engine, environment, limits, make_runner=purifying(PurificationConfig(retries=9))
     )
     assert len(run) == 3
     assert episode.finish_reason is FinishReason.MAX_TOOL_CALLS
@@ -768,12 +776,12 @@ def test_share_of_invalid_episodes_has_a_metric_per_cause() -> None:
         ("tool", "tool server http://a:1/mcp"),
         ("engine", ""),
     ]
-    lost = [
+    invalid_episodes = [
         replace(failed(), invalid=InvalidReason(c, "reason", failure_source))
         for c, failure_source in causes
     ]
     metrics = StepMetrics(0)
-    add_rollout_metrics(metrics, [TrajectoryGroup("t", [valid(1.0)] * 5, invalid=lost)])
+    add_rollout_metrics(metrics, [TrajectoryGroup("t", [valid(1.0)] * 5, invalid=invalid_episodes)])
     shares = {
         name: value
         for name, value in metrics.values().items()
@@ -806,18 +814,18 @@ def test_breaker_ends_a_run_by_share_or_streak() -> None:
         breaker.check_fraction()
     assert "\n" not in str(outage.value)
 
-    # As many as are allowed are.
+    # A share equal to the limit is accepted.
     exact = CircuitBreaker(max_fraction=0.25, max_streak=None)
     exact.observe(TrajectoryGroup("t", [valid(0.0)] * 3, invalid=[failed()]))
     exact.check_fraction()
 
-    # Reasons that are all different have one failing component in common.
+    # The reasons differ, but most of them have the same source.
     servers = CircuitBreaker(max_fraction=0.0, max_streak=None)
-    lost = [
+    invalid_episodes = [
         replace(failed(), invalid=InvalidReason("tool", f"request {n} is lost", f"server {n // 5}"))
         for n in range(6)
     ]
-    servers.observe(TrajectoryGroup("t", [], invalid=lost))
+    servers.observe(TrajectoryGroup("t", [], invalid=invalid_episodes))
     with pytest.raises(
         InfrastructureOutageError, match=r"tool in 6 \(server 0 in 5\), such as: request 0 is lost"
     ):
@@ -832,8 +840,8 @@ def test_breaker_ends_a_run_by_share_or_streak() -> None:
         streak.observe(TrajectoryGroup("t", [], invalid=[failed()]))
 
 
-class AtOnce:
-    """A runner whose groups end when they are admitted."""
+class ImmediateRunner:
+    """Runner whose groups end when they are admitted."""
 
     def __init__(self, *groups: TrajectoryGroup) -> None:
         self.groups = groups
@@ -843,15 +851,15 @@ class AtOnce:
 
 
 @pytest.mark.parametrize(
-    ("lost", "limit"),
+    ("invalid_groups", "limit"),
     [((1, 2), "16 in a row"), ((0, 2), "16 of 32 .*max_invalid_fraction is 0.4"), ((3,), None)],
 )
 def test_run_groups_raises_at_too_many_invalid_episodes(
-    lost: tuple[int, ...], limit: str | None, monkeypatch: pytest.MonkeyPatch
+    invalid_groups: tuple[int, ...], limit: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     groups = [
         TrajectoryGroup(str(number), [], invalid=[failed()] * 8)
-        if number in lost
+        if number in invalid_groups
         else TrajectoryGroup(str(number), [valid(0.0)] * 8)
         for number in range(4)
     ]
@@ -859,10 +867,10 @@ def test_run_groups_raises_at_too_many_invalid_episodes(
     rollout = RolloutConfig.model_construct(max_invalid_fraction=0.4)
     requests = [GroupRequest(None, tuple(range(8)), 1.0)] * 4  # type: ignore[arg-type]
     if limit is None:
-        assert run_groups(AtOnce(*groups), requests, rollout) == groups
+        assert run_groups(ImmediateRunner(*groups), requests, rollout) == groups
         return
     with pytest.raises(InfrastructureOutageError, match=limit):
-        run_groups(AtOnce(*groups), requests, rollout)
+        run_groups(ImmediateRunner(*groups), requests, rollout)
 
 
 def test_pickled_failures_keep_all_fields() -> None:

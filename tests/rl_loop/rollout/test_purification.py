@@ -72,8 +72,8 @@ def episode(
             limits,
             SamplingParams(500),
             seed=1,
-            routed_experts=True,
-            runner=None if config is None else purification.purifying(config),
+            record_routes=True,
+            make_runner=None if config is None else purification.purifying(config),
         )
     )
     return done, engine, programs

@@ -152,7 +152,7 @@ def test_megabyte_of_error_in_a_retry_blocks_below_50_ms(full: Harmony, run: str
             limits,
             SamplingParams(20_000),
             seed=1,
-            runner=purifying(PurificationConfig(retries=1)),
+            make_runner=purifying(PurificationConfig(retries=1)),
         )
 
     episode, lag = least_lag(play)

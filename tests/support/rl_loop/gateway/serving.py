@@ -26,7 +26,7 @@ from tests.support.rl_loop.gateway.policy import build_engine
 
 LIMITS = EpisodeLimits(max_turns=50, max_episode_tokens=1024, max_episode_seconds=300.0)
 GREEDY = SamplingParams(max_new_tokens=200, temperature=0.0)
-SETTINGS = SessionSettings(LIMITS, GREEDY, routed_experts=True)
+SETTINGS = SessionSettings(LIMITS, GREEDY, record_routes=True)
 
 
 @dataclass(frozen=True)
@@ -108,7 +108,7 @@ async def serving(
     engine = RecordingEngine(await build_engine(model))
     config = model.config
     shape = ModelShape(config.vocab_size)
-    if settings.routed_experts:
+    if settings.record_routes:
         shape = ModelShape(
             config.vocab_size,
             config.num_hidden_layers,
