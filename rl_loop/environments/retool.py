@@ -180,9 +180,9 @@ class ReToolEnvironment(Environment):
         execution = await self.execute(code, self._history)
         notice = NEW_SESSION if self._session_ended else ""
 
-        self._session_ended = execution.ended
+        self._session_ended = execution.interpreter_ended
         # The program ended the interpreter, and the session's variables with it.
-        if execution.ended:
+        if execution.interpreter_ended:
             self._history = ()
         elif execution.error is None:
             # Also after an exception: a notebook keeps the effects of a cell before its exception.

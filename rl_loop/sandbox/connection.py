@@ -62,7 +62,7 @@ class ExecutionResult:
     seconds: float = 0.0
     """Wall-clock time of the program, without set-up and without the session's history."""
 
-    ended: bool = False
+    interpreter_ended: bool = False
     """True if the interpreter ended, by exit() or because it was killed. The session cannot
     continue. An exception does not end the interpreter."""
 
@@ -178,15 +178,15 @@ class ServerProcess:
         return SandboxServerSettings(
             preload_modules=list(config.preload_modules),
             timeout_seconds=config.timeout_seconds,
-            cpu_seconds=limits.effective_cpu_seconds(config),
-            address_space_bytes=config.address_space_bytes,
-            total_memory_bytes=config.total_memory_bytes,
-            processes=limits.processes,
-            open_files=limits.open_files,
-            file_bytes=limits.file_bytes,
-            tmp_bytes=limits.tmp_bytes,
-            tmp_files=limits.tmp_files,
-            output_bytes=limits.output_bytes,
+            max_cpu_seconds=limits.effective_cpu_seconds(config),
+            max_address_space_bytes=config.address_space_bytes,
+            max_memory_bytes=config.total_memory_bytes,
+            max_processes=limits.processes,
+            max_open_files=limits.open_files,
+            max_file_bytes=limits.file_bytes,
+            max_tmp_bytes=limits.tmp_bytes,
+            max_tmp_files=limits.tmp_files,
+            max_output_bytes=limits.output_bytes,
             seccomp=seccomp_filter(platform.machine()).hex(),
             socket_buffer_bytes=int(SOCKET_BUFFER_FILE.read_text()),
             memory_events=None if self._cgroup is None else self._cgroup.memory_events,
@@ -220,7 +220,7 @@ class ServerProcess:
 
         # If the server is lost, the caller must know whether the program may be the cause.
         started = False
-        seconds = self._config.timeout_seconds * call.programs + GRACE_SECONDS
+        seconds = self._config.timeout_seconds * call.program_count + GRACE_SECONDS
         try:
             self._connection.send_bytes(call.to_json())
             kind, payload = self._receive(seconds)
@@ -300,7 +300,7 @@ class ServerProcess:
             timed_out=call.killed_for == "time",
             truncated=call.truncated,
             seconds=call.seconds,
-            ended=call.ended,
+            interpreter_ended=call.interpreter_ended,
         )
 
     def _reason(self, killed_for: str | None) -> str | None:

@@ -23,18 +23,21 @@ SERVER_FILES = (
 INSIDE_FOLDER = Path("/rl_loop/sandbox/inside")
 SERVER_MODULE = "rl_loop.sandbox.inside.server"
 
-# name inside: device of the host. /dev/zero is /dev/full, which reads the same, because mappings of
-# /dev/zero are memory that no counter shows. No terminals, because the machine has a limited
-# number.
 DEVICES = {"null": "null", "zero": "full", "full": "full", "random": "random", "urandom": "urandom"}
+"""{device inside: device of the host}.
+
+/dev/zero is a bind mount of /dev/full, which also reads as zeros: a program could map the real
+/dev/zero and use memory that no limit counts. There are no terminals (/dev/pts), because the host
+has a limited number of them.
+"""
 DEVICE_LINKS = {"fd": "/proc/self/fd", "stdin": "fd/0", "stdout": "fd/1", "stderr": "fd/2"}
 
-FORBIDDING_SYSCTLS = {
-    # name: (the value that forbids user namespaces, one that allows them)
+USER_NAMESPACE_SYSCTLS = {
     "user.max_user_namespaces": (0, 15000),
     "kernel.unprivileged_userns_clone": (0, 1),
     "kernel.apparmor_restrict_unprivileged_userns": (1, 0),
 }
+"""{name: (value that forbids user namespaces, value that allows them)}."""
 
 
 def bubblewrap_command(
@@ -107,7 +110,7 @@ def _system_files() -> list[str]:
 
 
 def _proc_and_dev() -> list[str]:
-    # The server of root mounts its /proc itself (``drop_root``).
+    # If root starts the server, the server mounts /proc itself (``confinement.drop_root``).
     proc = ["--dir", "/proc"] if os.geteuid() == 0 else ["--proc", "/proc"]
 
     arguments = [*proc, "--tmpfs", "/dev", "--dir", "/dev/shm"]
@@ -164,8 +167,8 @@ class SandboxInterpreter:
 def find_interpreter(config: SandboxConfig) -> SandboxInterpreter:
     """Return the configured interpreter. Default: the base installation of the running one.
 
-    Executable and libraries of an installation outside /usr (pyenv, conda, uv) are mounted under
-    /python.
+    If the installation is outside /usr (pyenv, conda, uv), its executable and libraries are mounted
+    under /python.
 
     Raises:
         SandboxUnavailableError: if the interpreter does not exist or is a virtual environment.
@@ -178,22 +181,22 @@ def find_interpreter(config: SandboxConfig) -> SandboxInterpreter:
             / f"python{sys.version_info.major}.{sys.version_info.minor}"
         )
     elif (executable.parent.parent / "pyvenv.cfg").exists():
-        advice = (
-            "which the sandbox does not mount. Name a base installation such as /usr/bin/python3"
-        )
         raise SandboxUnavailableError(
-            f"sandbox.interpreter: {executable} is a virtual environment, {advice}"
+            f"sandbox.interpreter: {executable} is a virtual environment, which the sandbox does not "
+            "mount. Name a base installation such as /usr/bin/python3"
         )
     if not executable.exists():
-        advice = "Set sandbox.interpreter"
-        raise SandboxUnavailableError(f"sandbox.interpreter: {executable} does not exist. {advice}")
+        raise SandboxUnavailableError(
+            f"sandbox.interpreter: {executable} does not exist. Set sandbox.interpreter"
+        )
 
     executable = executable.resolve()
     prefix = executable.parent.parent
     if prefix.is_relative_to("/usr"):
         return SandboxInterpreter(executable, arguments=[])
 
-    # Nothing else of an installation, because its directory is often a home directory.
+    # Mount only these parts. The directory of an installation is often inside a home directory,
+    # which programs must not see.
     inside = Path("/python/bin") / executable.name
     # Create the parents explicitly. Those that bubblewrap creates implicitly are closed to
     # ``nobody``.
@@ -217,12 +220,12 @@ def hints() -> list[str]:
     forbidden = [
         f"user namespaces are forbidden: {name} is {bad}. An administrator can allow them "
         f"(sysctl -w {name}={good})"
-        for name, (bad, good) in FORBIDDING_SYSCTLS.items()
+        for name, (bad, good) in USER_NAMESPACE_SYSCTLS.items()
         if _sysctl(name) == bad
     ]
     return [
         *forbidden,
-        "in a container, run as an ordinary user or with CAP_SYS_ADMIN. Its seccomp profile "
+        "if this is a container: run as an ordinary user or with CAP_SYS_ADMIN. Its seccomp profile "
         "must allow unshare and mount, and its /proc must not be masked (docker run "
         "--security-opt seccomp=unconfined --security-opt systempaths=unconfined)",
     ]

@@ -112,7 +112,7 @@ def enter_namespaces() -> None:
 
 def mount_own_files(settings: SandboxServerSettings) -> None:
     """Mount the call's private /tmp, /dev/shm and /proc."""
-    tmp_options = f"size={settings.tmp_bytes},nr_inodes={settings.tmp_files},mode=1777"
+    tmp_options = f"size={settings.max_tmp_bytes},nr_inodes={settings.max_tmp_files},mode=1777"
     mount("tmpfs", "/tmp", "tmpfs", MS_NOSUID | MS_NODEV, tmp_options)
     mount("/tmp", "/dev/shm", None, MS_BIND)
 
@@ -128,11 +128,11 @@ def set_resource_limits(settings: SandboxServerSettings, programs: int) -> None:
     The limit of processor time is for all ``programs`` of the call.
     """
     configured = {
-        resource.RLIMIT_AS: settings.address_space_bytes,
-        resource.RLIMIT_CPU: settings.cpu_seconds * programs,
-        resource.RLIMIT_NPROC: settings.processes,
-        resource.RLIMIT_FSIZE: settings.file_bytes,
-        resource.RLIMIT_NOFILE: settings.open_files,
+        resource.RLIMIT_AS: settings.max_address_space_bytes,
+        resource.RLIMIT_CPU: settings.max_cpu_seconds * programs,
+        resource.RLIMIT_NPROC: settings.max_processes,
+        resource.RLIMIT_FSIZE: settings.max_file_bytes,
+        resource.RLIMIT_NOFILE: settings.max_open_files,
     }
     for limit, value in configured.items():
         resource.setrlimit(limit, (value, value))

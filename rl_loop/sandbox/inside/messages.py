@@ -14,28 +14,40 @@ CONTROL = 0
 """Descriptor of the socket in the server and its supervisors."""
 
 READY = b"Y"
+"""The server can run programs."""
 STARTED = b"S"
 """The program has started. From here on it may be the cause of a failure."""
 RESULT = b"R"
+"""The program has ended. A line of JSON and the raw output follow (``CallResult``)."""
 FAILED = b"F"
 """The call failed for a reason other than the program."""
 
 
 @dataclass(frozen=True)
 class SandboxServerSettings:
-    """Limits of every call (see ``SandboxConfig``), and further data for the server."""
+    """Limits of every call, and data that the server cannot read inside its namespaces.
+
+    ``SandboxConfig`` explains the limits.
+    """
 
     preload_modules: list[str]
+    """Modules that the server imports once."""
+
     timeout_seconds: float
-    cpu_seconds: int
-    address_space_bytes: int
-    total_memory_bytes: int
-    processes: int
-    open_files: int
-    file_bytes: int
-    tmp_bytes: int
-    tmp_files: int
-    output_bytes: int
+    """Wall-clock time of each program."""
+    max_cpu_seconds: int
+    """Processor time of each process, per program of a call."""
+    max_address_space_bytes: int
+    """Address space of each process."""
+    max_memory_bytes: int
+    """Memory of all processes of a call."""
+    max_processes: int
+    max_open_files: int
+    max_file_bytes: int
+    """Size of each written file."""
+    max_tmp_bytes: int
+    max_tmp_files: int
+    max_output_bytes: int
 
     seccomp: str
     """System-call filter: an array of ``struct sock_filter``, in hexadecimal."""
@@ -47,7 +59,10 @@ class SandboxServerSettings:
     """Descriptor of ``memory.events`` of the server's cgroup. None without a cgroup."""
 
     has_cpu_weight: bool
-    """True if the cgroup shares processors."""
+    """True if the cgroup limits the share of processors (cpu.weight).
+
+    Otherwise the supervisor lowers the priority of busy tasks.
+    """
 
     def to_json(self) -> bytes:
         return json.dumps(asdict(self)).encode()
@@ -67,7 +82,8 @@ class ProgramCall:
     """Earlier programs of the session, oldest first."""
 
     @property
-    def programs(self) -> int:
+    def program_count(self) -> int:
+        """Number of programs that the call runs."""
         return len(self.history) + 1
 
     def to_json(self) -> bytes:
@@ -88,8 +104,8 @@ class CallResult:
     killed_for: str | None
     """Reason for killing: "time", "memory", "locks", "output" or "history". None if not killed."""
 
-    ended: bool
-    """True if it ended its interpreter, so the session cannot continue."""
+    interpreter_ended: bool
+    """True if the program ended its interpreter, so the session cannot continue."""
 
     truncated: bool
     """True if it printed more than the limit."""
@@ -108,7 +124,7 @@ class CallResult:
         result = cls(
             exit_code=int(header["exit_code"]),
             killed_for=header["killed_for"],
-            ended=bool(header["ended"]),
+            interpreter_ended=bool(header["interpreter_ended"]),
             truncated=bool(header["truncated"]),
             seconds=float(header["seconds"]),
         )
@@ -119,6 +135,9 @@ def receive() -> bytes:
     """Read the host's next message.
 
     It reads ahead, so the host must wait for a reply before it sends another message.
+
+    Raises:
+        struct.error: if the host has closed the socket.
     """
     with open(CONTROL, "rb", closefd=False) as stream:
         (size,) = struct.unpack("!i", stream.read(4))

@@ -66,7 +66,7 @@ def run_program(
         os.chdir("/tmp")
 
         # Mounting needs the capabilities, and the filter forbids the earlier steps.
-        set_resource_limits(settings, call.programs)
+        set_resource_limits(settings, call.program_count)
         drop_capabilities()
         seccomp.install()
         os.write(setup_write, SET_UP)
@@ -102,9 +102,9 @@ def execute(call: ProgramCall, settings: SandboxServerSettings, progress: Shared
             for number, code in enumerate(call.history, start=1):
                 progress.begin(number)
                 run_code(code, main)
-        limit_remaining_cpu(settings.cpu_seconds, call.programs)
+        limit_remaining_cpu(settings.max_cpu_seconds, call.program_count)
 
-    progress.begin(call.programs)
+    progress.begin(call.program_count)
     try:
         exit_code = run_code(call.code, main)
         progress.reach_end()

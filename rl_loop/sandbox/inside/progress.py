@@ -12,12 +12,12 @@ from rl_loop.sandbox.inside.messages import ProgramCall
 class CallProgress:
     """Progress of a call's programs."""
 
-    begun: int
-    """Number of programs that have started."""
+    started_programs: int
+    """Number of programs that have started. The last of them is the current program."""
     reached_end: bool
-    """True if the last of them has reached its end."""
-    begun_at: float
-    """Start time of the last one on the monotonic clock, in seconds."""
+    """True if the current program has ended and the interpreter is still usable."""
+    started_at: float
+    """Start time of the current program on the monotonic clock, in seconds."""
 
 
 class SharedProgress:
@@ -39,29 +39,37 @@ class SharedProgress:
         struct.pack_into(self._FORMAT, self._page, 0, program, 0, time.monotonic())
 
     def reach_end(self) -> None:
-        """Record that the program reached its end, or an exception that keeps the interpreter."""
+        """Record that the program has ended and the interpreter is still usable.
+
+        The program reached its last line, or raised an exception.
+        """
         struct.pack_into("=I", self._page, self._REACHED_END_OFFSET, 1)
 
     def read(self) -> CallProgress:
-        begun, reached_end, begun_at = struct.unpack_from(self._FORMAT, self._page)
-        return CallProgress(begun, reached_end == 1, begun_at)
+        started_programs, reached_end, started_at = struct.unpack_from(self._FORMAT, self._page)
+        return CallProgress(started_programs, reached_end == 1, started_at)
 
 
 class ProgramDeadline:
     """Deadline of a call's running program. Each program has ``timeout_seconds``."""
 
     def __init__(self, call: ProgramCall, progress: SharedProgress, timeout_seconds: float) -> None:
-        self._programs = call.programs
+        self._program_count = call.program_count
         self._progress = progress
         self._timeout = timeout_seconds
-        self.begun_at = time.monotonic()
+        self.started_at = time.monotonic()
+        """Start time of the current program on the monotonic clock, in seconds."""
         self.program = 0
+        """Number of the current program, counted from 1. 0 before the first one."""
 
-    def update(self) -> float:
-        """Return the deadline on the monotonic clock. The next program's start extends it."""
-        reached = self._progress.read()
-        if self.program < reached.begun <= self._programs:
+    def refresh(self) -> float:
+        """Read the progress, and return the deadline on the monotonic clock, in seconds.
+
+        The start of the next program extends it.
+        """
+        progress = self._progress.read()
+        if self.program < progress.started_programs <= self._program_count:
             # The program can write the page, so accept only times between the known start and now.
-            self.begun_at = max(self.begun_at, min(reached.begun_at, time.monotonic()))
-            self.program = reached.begun
-        return self.begun_at + self._timeout
+            self.started_at = max(self.started_at, min(progress.started_at, time.monotonic()))
+            self.program = progress.started_programs
+        return self.started_at + self._timeout

@@ -67,7 +67,7 @@ def run_call(
     try:
         # Create it before the namespaces, because it opens the server's /proc.
         process_watch = ProcessWatch(
-            memory_bytes=settings.total_memory_bytes,
+            memory_bytes=settings.max_memory_bytes,
             socket_buffer_bytes=settings.socket_buffer_bytes,
             memory_events=settings.memory_events,
             has_cpu_weight=settings.has_cpu_weight,
@@ -81,7 +81,9 @@ def run_call(
     send(STARTED)
 
     deadline = ProgramDeadline(call, progress, settings.timeout_seconds)
-    output, killed_for = watch(program, output_read, deadline, process_watch, settings.output_bytes)
+    output, killed_for = watch(
+        program, output_read, deadline, process_watch, settings.max_output_bytes
+    )
     if killed_for is not None:
         # Report without waiting for the end. A busy machine needs long to end many processes,
         # and the server would seem to hang.
@@ -93,17 +95,19 @@ def run_call(
     if killed_for is None:
         check_machine(ending, process_watch)
 
-    deadline.update()
-    if killed_for is None and deadline.program < call.programs:
+    deadline.refresh()
+    if killed_for is None and deadline.program < call.program_count:
         killed_for = "history"
     result = CallResult(
         exit_code=ending.exit_code,
         killed_for=killed_for,
-        ended=killed_for is not None or ending.exit_code < 0 or not progress.read().reached_end,
-        truncated=len(output) > settings.output_bytes,
-        seconds=max(0.0, ending.ended_at - deadline.begun_at),
+        interpreter_ended=killed_for is not None
+        or ending.exit_code < 0
+        or not progress.read().reached_end,
+        truncated=len(output) > settings.max_output_bytes,
+        seconds=max(0.0, ending.ended_at - deadline.started_at),
     )
-    return result, bytes(output[: settings.output_bytes])
+    return result, bytes(output[: settings.max_output_bytes])
 
 
 def start_program(
@@ -210,13 +214,13 @@ def watch(
     """
     process = os.pidfd_open(program)
     os.set_blocking(output_read, False)
-    next_check = deadline.begun_at + CHECK_SECONDS
+    next_check = deadline.started_at + CHECK_SECONDS
     room = output_bytes + 1
     output = bytearray()
     watched = [output_read, process]
     while True:
         now = time.monotonic()
-        if now >= deadline.update():
+        if now >= deadline.refresh():
             return output, "time"
         if now >= next_check:
             reason = process_watch.check()
@@ -225,7 +229,7 @@ def watch(
             # Checking many large processes takes long. Limit it to a third of one processor.
             next_check = time.monotonic() + max(CHECK_SECONDS, 2 * (time.monotonic() - now))
 
-        wait = max(0.0, min(deadline.update(), next_check) - time.monotonic())
+        wait = max(0.0, min(deadline.refresh(), next_check) - time.monotonic())
         ready, _, _ = select.select(watched, [], [], wait)
         if process in ready:
             # Process 1 has exited, so all of its namespace has. The pipe has the rest of the

@@ -298,7 +298,7 @@ def test_unexplained_kill_is_a_failure_of_the_program(one_worker) -> None:
     call = one_worker.start("import time; time.sleep(4)")
     os.kill(running_program(one_worker), signal.SIGKILL)
     result = call.result(10)
-    assert (result.exit_code, result.ended) == (-9, True)
+    assert (result.exit_code, result.interpreter_ended) == (-9, True)
     assert "SIGKILL" in (result.error or "")
     assert one_worker.run(HONEST).output == "499500\n"
 

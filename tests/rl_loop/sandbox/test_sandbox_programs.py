@@ -100,7 +100,12 @@ def test_history_runs_in_the_same_interpreter_without_output(python) -> None:
         "x",
     ]
     result = run_in_session(python, "print(x)", history)
-    assert (result.output, result.exit_code, result.error, result.ended) == ("42\n", 0, None, False)
+    assert (result.output, result.exit_code, result.error, result.interpreter_ended) == (
+        "42\n",
+        0,
+        None,
+        False,
+    )
 
 
 def test_limits_apply_to_one_program_of_a_session(
@@ -130,7 +135,7 @@ while True:
     pass
 """
     result = make_sandbox(timeout_seconds=2).run(forge)
-    assert (result.output, result.timed_out, result.ended) == ("forged\n", True, True)
+    assert (result.output, result.timed_out, result.interpreter_ended) == ("forged\n", True, True)
     assert 0 <= result.seconds < 30
 
 
@@ -143,7 +148,7 @@ while True:
     ],
 )  # fmt: skip
 def test_result_reports_if_the_interpreter_ended(code: str, ended: bool, python) -> None:
-    assert python.run(code).ended == ended
+    assert python.run(code).interpreter_ended == ended
 
 
 def test_threads_processes_and_files_work(python) -> None:
