@@ -145,7 +145,7 @@ def stored_names(name: str) -> tuple[str, str]:
     return blocks_name, scales_name
 
 
-def quantize_experts(named: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def quantize_experts(named_tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Quantize the expert matrices [experts, in, out] among weights by Hugging Face name.
 
     Returns:
@@ -153,7 +153,7 @@ def quantize_experts(named: Mapping[str, torch.Tensor]) -> dict[str, torch.Tenso
         and all other tensors.
     """
     packed: dict[str, torch.Tensor] = {}
-    for name, tensor in named.items():
+    for name, tensor in named_tensors.items():
         if is_expert_matrix(name):
             # Hugging Face stores experts input-major, but blocks run along the inputs.
             blocks, scales = mxfp4.quantize(tensor.mT.contiguous().to(torch.bfloat16))
@@ -163,9 +163,9 @@ def quantize_experts(named: Mapping[str, torch.Tensor]) -> dict[str, torch.Tenso
     return packed
 
 
-def fake_quantize_experts(named: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def fake_quantize_experts(named_tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Round the expert matrices [experts, in, out] among weights by name to MXFP4 values."""
-    return {name: rounded_to_mxfp4(name, tensor) for name, tensor in named.items()}
+    return {name: rounded_to_mxfp4(name, tensor) for name, tensor in named_tensors.items()}
 
 
 def rounded_to_mxfp4(name: str, tensor: torch.Tensor) -> torch.Tensor:
@@ -206,12 +206,12 @@ def matrix_digest(blocks: torch.Tensor, scales: torch.Tensor) -> str:
     return digest_of_bits(blocks, scales)
 
 
-def stack_digests(named: Iterable[NamedTensor]) -> Digests:
+def stack_digests(named_tensors: Iterable[NamedTensor]) -> Digests:
     """Return the digests of all expert matrices among weights by stored name.
 
     The matrices are uint8 blocks [experts, out, in / 32, 16] and scales [experts, out, in / 32].
     """
-    tensors = dict(named)
+    tensors = dict(named_tensors)
     digests = {}
     for blocks_name, stack in tensors.items():
         # Visit each matrix once, by its blocks.

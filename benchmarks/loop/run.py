@@ -242,12 +242,12 @@ def write_weights(config: RlConfig, turn_tokens: int) -> None:
 
 
 def quantize_to_blocks(
-    named: Iterator[tuple[str, torch.Tensor]],
+    named_tensors: Iterator[tuple[str, torch.Tensor]],
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Quantize the experts' matrices to MXFP4 blocks and scales: 4.25 instead of 16 bits per value.
 
     Args:
-        named: weights by Hugging Face name; matrices of experts are [experts, in, out].
+        named_tensors: weights by Hugging Face name; matrices of experts are [experts, in, out].
     """
     import torch
 
@@ -255,7 +255,7 @@ def quantize_to_blocks(
     from converters.mxfp4_tensors import stored_names
     from gptoss_kernels import mxfp4
 
-    for name, tensor in named:
+    for name, tensor in named_tensors:
         if not is_expert_matrix(name):
             yield name, tensor
             continue

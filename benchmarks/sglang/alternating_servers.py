@@ -229,15 +229,15 @@ def random_adapters(
 
 
 def quantized_weights(
-    named: Iterator[tuple[str, torch.Tensor]], *, mxfp4_experts: bool
+    named_tensors: Iterator[tuple[str, torch.Tensor]], *, mxfp4_experts: bool
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Round the experts' matrices to MXFP4.
 
     Args:
-        named: names and weights.
+        named_tensors: names and weights.
         mxfp4_experts: whether to return blocks and scales instead of values in bf16.
     """
-    for name, tensor in named:
+    for name, tensor in named_tensors:
         if mxfp4_experts:
             yield from quantize_experts({name: tensor}).items()
         else:

@@ -566,40 +566,42 @@ class SyncMemory:
 @contextmanager
 def lose_a_bucket(layer: str) -> Iterator[None]:
     """Drop the first bucket that contains a tensor of ``layer``."""
-    original = send.buckets
+    original = send.split_into_buckets
 
-    def some(named: NamedTensors, limit: int) -> Iterator[Bucket]:
+    def some(named_tensors: NamedTensors, limit: int) -> Iterator[Bucket]:
         is_lost = False
-        for bucket in original(named, limit):
+        for bucket in original(named_tensors, limit):
             if not is_lost and any(name.startswith(layer) for name, _ in bucket):
                 is_lost = True
                 continue
             yield bucket
 
-    send.buckets = some
+    send.split_into_buckets = some
     try:
         yield
     finally:
-        send.buckets = original
+        send.split_into_buckets = original
 
 
 @contextmanager
 def swap_two_scales(layer: str) -> Iterator[None]:
     """Swap the first scale of an expert with a different one, in transit to the server."""
-    original = send.buckets
+    original = send.split_into_buckets
 
-    def changed(named: NamedTensors, limit: int) -> Iterator[Bucket]:
-        return original(with_two_scales_swapped(named, layer), limit)
+    def changed(named_tensors: NamedTensors, limit: int) -> Iterator[Bucket]:
+        return original(with_two_scales_swapped(named_tensors, layer), limit)
 
-    send.buckets = changed
+    send.split_into_buckets = changed
     try:
         yield
     finally:
-        send.buckets = original
+        send.split_into_buckets = original
 
 
-def with_two_scales_swapped(named: NamedTensors, layer: str) -> Iterator[tuple[str, torch.Tensor]]:
-    for name, tensor in named:
+def with_two_scales_swapped(
+    named_tensors: NamedTensors, layer: str
+) -> Iterator[tuple[str, torch.Tensor]]:
+    for name, tensor in named_tensors:
         if name == f"{layer}mlp.experts.down_proj_scales":
             tensor = tensor.clone()
             flat = tensor.view(-1)

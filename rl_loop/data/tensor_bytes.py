@@ -44,11 +44,11 @@ class TensorBytes:
     """Name -> position of the tensor."""
 
     @classmethod
-    def of(cls, named: Mapping[str, torch.Tensor]) -> "TensorBytes":
+    def of(cls, named_tensors: Mapping[str, torch.Tensor]) -> "TensorBytes":
         """Copy the bytes of tensors on any device."""
         slots = {}
         size = 0
-        for name, tensor in named.items():
+        for name, tensor in named_tensors.items():
             slots[name] = TensorSlot(size, tensor.dtype, tensor.shape)
             # Round up, because torch can view only aligned bytes as another dtype.
             size = -(-slots[name].end // ALIGNMENT) * ALIGNMENT
@@ -56,7 +56,7 @@ class TensorBytes:
         # At least one byte, because torch cannot view an empty array as another dtype.
         content = np.zeros(max(size, 1), np.uint8)
         parts = _parts(torch.from_numpy(content), slots)
-        for name, tensor in named.items():
+        for name, tensor in named_tensors.items():
             parts[name].copy_(tensor.detach())
         return cls(content, slots)
 

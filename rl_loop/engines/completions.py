@@ -12,8 +12,8 @@ from megatron_gptoss.user_error import UserError
 from rl_loop.data.trajectory import FinishReason
 from rl_loop.engines.protocol import GenerateRequest, GenerateResult
 
-SEEDS = 1 << 31
-"""Exclusive upper bound of seeds that every server accepts."""
+SEED_LIMIT = 1 << 31
+"""Exclusive upper bound of the seeds that are sent. Every server accepts smaller ones."""
 
 
 class EndpointError(UserError, RuntimeError):
@@ -32,7 +32,11 @@ class CompletionsEngine:
     def __init__(self, url: str, model: str, max_concurrent_requests: int = 64) -> None:
         self._url = f"{url.rstrip('/')}/completions"
         self._model = model
-        self._limits: dict[str, asyncio.Timeout] = {}  # by request id; an abort sets the time
+        self._timeouts: dict[str, asyncio.Timeout] = {}
+        """Timeout of each running request, by request id.
+
+        It has no deadline until an abort sets one.
+        """
         self._slots = asyncio.Semaphore(max_concurrent_requests)
         self._session = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=None))
 
@@ -42,15 +46,15 @@ class CompletionsEngine:
         Raises:
             EndpointError: if the endpoint fails. The message contains the address and the response.
         """
-        # A timeout without a deadline. An abort sets the deadline to now.
         try:
-            async with asyncio.timeout(None) as self._limits[request.request_id]:
+            # The timeout has no deadline. An abort sets the deadline to now.
+            async with asyncio.timeout(None) as self._timeouts[request.request_id]:
                 return await self._complete(request)
         except TimeoutError:
             # The response comes as a whole, so an aborted request has no partial tokens.
             return GenerateResult([], [], FinishReason.ABORT)
         finally:
-            del self._limits[request.request_id]
+            del self._timeouts[request.request_id]
 
     async def _complete(self, request: GenerateRequest) -> GenerateResult:
         body = self._request_body(request)
@@ -66,10 +70,10 @@ class CompletionsEngine:
 
     def _request_body(self, request: GenerateRequest) -> dict[str, Any]:
         sampling = request.sampling
-        # The requests' seeds have 63 bits.
+        # The project's seeds have 63 bits, which some servers do not accept.
         seed = sampling.seed
         if seed is not None:
-            seed %= SEEDS
+            seed %= SEED_LIMIT
         return {
             "model": self._model,
             "prompt": request.input_ids,
@@ -101,9 +105,9 @@ class CompletionsEngine:
 
     async def abort(self, request_id: str | None = None) -> None:
         """Abort one request, or all if ``request_id`` is None. An aborted request has no tokens."""
-        for name, limit in self._limits.items():
-            if request_id in (None, name) and not limit.expired():
-                limit.reschedule(asyncio.get_running_loop().time())
+        for name, timeout in self._timeouts.items():
+            if request_id in (None, name) and not timeout.expired():
+                timeout.reschedule(asyncio.get_running_loop().time())
 
     async def close(self) -> None:
         """Close all connections."""
@@ -131,6 +135,8 @@ def _read_choice(
     # Evaluation does not read log-probs, so missing ones can be 0.
     log_probs = [float(value or 0.0) for value in token_log_probs][: len(ids)]
 
+    # Every other reason ends the turn as if its limit was reached: its tokens are not a complete
+    # turn.
     reason = FinishReason.LENGTH
     if choice.get("finish_reason") == "stop":
         reason = FinishReason.STOP

@@ -258,7 +258,10 @@ class MeasuresRounding(Protocol):
 
 
 POSITIVE_LOG_PROB = 1e-3
-"""Largest valid log-prob in nats. Rounding can lift that of a token with probability 1 above 0."""
+"""Largest valid log-prob in nats.
+
+Rounding can lift the log-prob of a token with probability 1 above 0.
+"""
 
 
 @dataclass(frozen=True)

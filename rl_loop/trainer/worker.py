@@ -428,14 +428,14 @@ class TrainerWorker:
         # The distributed optimizer leaves each rank with its share of the new weights.
         gather_parameters(self.trainer.model)
         # Gathering is collective, so every rank iterates over it, although only rank 0 returns it.
-        named = dict(self._gathering.begin())
-        return TensorBytes.of(named) if dist.get_rank() == 0 else None
+        tensors = dict(self._gathering.begin())
+        return TensorBytes.of(tensors) if dist.get_rank() == 0 else None
 
     def mxfp4_weights(self) -> TensorBytes | None:
         """Return all weights like ``weights``, but quantized experts as blocks and scales."""
         gather_parameters(self.trainer.model)
-        named = dict(self._gathering.begin(mxfp4_experts=True))
-        return TensorBytes.of(named) if dist.get_rank() == 0 else None
+        tensors = dict(self._gathering.begin(mxfp4_experts=True))
+        return TensorBytes.of(tensors) if dist.get_rank() == 0 else None
 
     def mxfp4_digests(self) -> Digests:
         """Return digests of all quantized experts, as the ranks hold them."""

@@ -58,16 +58,16 @@ class WeightSample:
 
     def watch(
         self,
-        named: Iterable[tuple[str, torch.Tensor]],
+        named_tensors: Iterable[tuple[str, torch.Tensor]],
     ) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the same tensors, and hash those of the sample.
 
         Args:
-            named: (Hugging Face name, tensor in the shape of this name).
+            named_tensors: (Hugging Face name, tensor in the shape of this name).
         """
         # Hashed during the transfer, because a second pass would have to gather the weights again,
         # which costs more than hashing.
-        for name, tensor in named:
+        for name, tensor in named_tensors:
             parameter = self._parameters.get(name)
             if parameter is not None:
                 self._waiting[name] = tensor

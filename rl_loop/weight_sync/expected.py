@@ -55,26 +55,26 @@ class ExpectedTensors:
         """Return the names of the tensors that have not come."""
         return [name for name in self._shapes if name not in self._came]
 
-    def faults(self, named: Iterable[tuple[str, torch.Tensor]]) -> list[str]:
+    def faults(self, named_tensors: Iterable[tuple[str, torch.Tensor]]) -> list[str]:
         """Record all tensors. Return a description of every missing one or wrong shape or dtype."""
-        found = [self.fault_in(name, tensor) for name, tensor in named]
+        found = [self.fault_in(name, tensor) for name, tensor in named_tensors]
         faults = [fault for fault in found if fault is not None]
         return faults + [f"tensor {name} is missing" for name in self.missing()]
 
     def checked(
-        self, named: Iterable[tuple[str, torch.Tensor]]
+        self, named_tensors: Iterable[tuple[str, torch.Tensor]]
     ) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the same tensors.
 
         Args:
-            named: (Hugging Face name, tensor in the shape of this name).
+            named_tensors: (Hugging Face name, tensor in the shape of this name).
 
         Raises:
             WeightMismatchError: at the first unexpected tensor, or at the end if one is missing.
         """
         # Checked while sending, so that a wrong tensor stops the sync before a server can serve
         # with it.
-        for name, tensor in named:
+        for name, tensor in named_tensors:
             fault = self.fault_in(name, tensor)
             if fault is not None:
                 raise WeightMismatchError(fault)

@@ -20,18 +20,20 @@ from rl_loop.weight_sync.shapes import synced_shapes, unmerged_shapes
 from rl_loop.weight_sync.source import SyncError, WeightMismatchError
 from rl_loop.weight_sync.transports import (
     NamedTensors,
-    buckets,
     send_by_disk,
     server_group,
     share_memory,
+    split_into_buckets,
 )
 
 
-async def send_to_servers(named: NamedTensors, config: ModelConfig, servers: WeightServers) -> None:
+async def send_to_servers(
+    named_tensors: NamedTensors, config: ModelConfig, servers: WeightServers
+) -> None:
     """Send all weights to servers, as their plan specifies.
 
     Args:
-        named: (Hugging Face name, tensor). Not read to its end if the sync fails.
+        named_tensors: (Hugging Face name, tensor). Not read to its end if the sync fails.
         config: configuration of the weights.
         servers: servers, with the plan of the sync.
 
@@ -39,10 +41,10 @@ async def send_to_servers(named: NamedTensors, config: ModelConfig, servers: Wei
         SyncError: if a server fails. The message names it.
         WeightMismatchError: if a tensor does not fit the model or differs on a server. The message names
             it.
-        GatheringError: if ``named`` raises it.
+        GatheringError: if ``named_tensors`` raises it.
     """
     try:
-        await _sync(named, config, servers)
+        await _sync(named_tensors, config, servers)
     except Exception as error:
         # Requests run in task groups, which wrap errors. The first error comes first.
         cause: BaseException = error
@@ -66,7 +68,7 @@ def _clear_locals(error: BaseException) -> None:
             _clear_locals(part)
 
 
-async def _sync(named: NamedTensors, config: ModelConfig, servers: WeightServers) -> None:
+async def _sync(named_tensors: NamedTensors, config: ModelConfig, servers: WeightServers) -> None:
     plan = servers.plan
     # Before the first tensor: no response may come from a mixture of old and new weights.
     await servers.begin()
@@ -75,7 +77,7 @@ async def _sync(named: NamedTensors, config: ModelConfig, servers: WeightServers
     # Nothing happens before ``_transfer`` requests the first tensor.
     described = f"a {config.model_type} model with {config.num_layers} layers"
     expected = ExpectedTensors(synced_shapes(config, plan), described)
-    tensors: NamedTensors = expected.checked(named)
+    tensors: NamedTensors = expected.checked(named_tensors)
     sample: WeightSample | None = None
     if plan.compare:
         sample = WeightSample(await servers.layout(), _compared_versions(config, servers))
@@ -113,9 +115,9 @@ async def _transfer(tensors: NamedTensors, config: ModelConfig, servers: WeightS
     if plan.transport == "disk":
         await send_by_disk(tensors, config, servers, unmerged_shapes(config, plan))
     elif plan.transport in ("nccl", "gloo"):
-        await server_group.broadcast(buckets(tensors, plan.bucket_bytes), servers)
+        await server_group.broadcast(split_into_buckets(tensors, plan.bucket_bytes), servers)
     else:
-        await share_memory(buckets(tensors, plan.bucket_bytes), servers)
+        await share_memory(split_into_buckets(tensors, plan.bucket_bytes), servers)
     await servers.end_transfer()
 
 

@@ -53,7 +53,10 @@ class SyncPlan:
     None: adapters are merged, or experts have none.
     """
     adapters_only: bool = False
-    """True if only these adapters and the weights with merged adapters are sent, to servers that have all others."""
+    """True if only the tensors that training changes are sent, to servers that have all others.
+
+    They are ``adapter``, and the weights into which adapters are merged.
+    """
     # repr=False keeps the key out of logs and errors.
     api_key: str | None = field(default=None, repr=False)
     """Key of the servers. None if they have none."""

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 class SyncError(RuntimeError):
     """Engines may hold a mixture of old and new weights.
 
-    Another attempt may succeed. Every trainer rank is able to begin it.
+    The sync may be repeated, because no trainer rank waits for another one.
     """
 
 
@@ -29,7 +29,8 @@ class WeightSender(Protocol):
 
     @property
     def ranks(self) -> Sequence[int]:
-        """Trainer ranks that call ``send``. Each rank receives all weights."""
+        """Trainer ranks that call ``send``. Each of them iterates over all weights, which are
+        gathered from the other ranks on the way."""
         ...
 
     @property
@@ -42,20 +43,25 @@ class WeightSender(Protocol):
 
     @property
     def mxfp4_experts(self) -> bool:
-        """True if ``send`` expects quantized experts as blocks and scales, by stored name."""
+        """True if ``send`` expects quantized experts as blocks and scales, by the names of an MXFP4
+        checkpoint (``..._blocks``, ``..._scales``)."""
         ...
 
     @property
     def adapters_only(self) -> bool:
-        """True if ``send`` expects only unmerged adapters and the weights with merged adapters."""
+        """True if ``send`` expects only the tensors that training changes.
+
+        They are unmerged adapters, and weights into which adapters are merged. The servers hold the
+        frozen base from an earlier sync.
+        """
         ...
 
-    def send(self, named: "Iterable[tuple[str, torch.Tensor]]", rank: int) -> None:
+    def send(self, named_tensors: "Iterable[tuple[str, torch.Tensor]]", rank: int) -> None:
         """Send all tensors from one trainer rank to its engines.
 
         Args:
-            named: (Hugging Face name, tensor in the shape of this name). Need not be read to its
-                end after an error.
+            named_tensors: (Hugging Face name, tensor with the shape that Hugging Face stores under
+                this name, see ``names.hf_shapes``). Need not be read to its end after an error.
             rank: trainer rank of this process.
 
         Raises:
@@ -63,11 +69,11 @@ class WeightSender(Protocol):
         """
         ...
 
-    def send_from_driver(self, named: "Iterable[tuple[str, torch.Tensor]]") -> None:
+    def send_from_driver(self, named_tensors: "Iterable[tuple[str, torch.Tensor]]") -> None:
         """Send all tensors from the driver, which has no GPU and is in no process group.
 
         Args:
-            named: (Hugging Face name, tensor in the shape of this name).
+            named_tensors: (Hugging Face name, tensor with the shape of Hugging Face).
         """
         ...
 
@@ -76,11 +82,13 @@ class WeightSource(Protocol):
     """The policy's weights: the trainer, or tensors from files."""
 
     def weights(self) -> "Mapping[str, torch.Tensor]":
-        """Return all weights by Hugging Face name, in the shapes of their names."""
+        """Return all weights by Hugging Face name, with the shapes of Hugging Face."""
         ...
 
     def mxfp4_weights(self) -> "Mapping[str, torch.Tensor]":
-        """Return all weights by stored name: the experts' matrices are MXFP4 blocks and scales.
+        """Return all weights by the names of an MXFP4 checkpoint.
+
+        The experts' matrices are blocks (``..._blocks``) and scales (``..._scales``).
 
         Blocks: uint8 [experts, rows, inputs / 32, 16]. Scales: uint8 [experts, rows, inputs / 32].
         Only available in a run with ``quantization``.
@@ -99,15 +107,15 @@ class WeightSource(Protocol):
 class LoadedWeights:
     """WeightSource for tensors in this process."""
 
-    def __init__(self, named: "Mapping[str, torch.Tensor]") -> None:
-        self._named = named
+    def __init__(self, named_tensors: "Mapping[str, torch.Tensor]") -> None:
+        self._named = named_tensors
 
     def weights(self) -> "Mapping[str, torch.Tensor]":
-        """Return the tensors by Hugging Face name, in the shapes of their names."""
+        """Return the tensors by Hugging Face name, with the shapes of Hugging Face."""
         return self._named
 
     def mxfp4_weights(self) -> "dict[str, torch.Tensor]":
-        """Return the tensors by stored name, with the shapes of ``WeightSource.mxfp4_weights``."""
+        """Return the tensors with the names and shapes of ``WeightSource.mxfp4_weights``."""
         # Imported here, because it loads torch.
         from converters.mxfp4_tensors import quantize_experts
 

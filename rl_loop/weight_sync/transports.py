@@ -33,14 +33,20 @@ from rl_loop.weight_sync.servers import Bucket, GroupPlace, SyncPlan, WeightServ
 NamedTensors = Iterable[tuple[str, torch.Tensor]]
 
 
-def buckets(named: NamedTensors, limit: int) -> Iterator[Bucket]:
-    """Group tensors, in order, into buckets of at most ``limit`` bytes.
+def split_into_buckets(named_tensors: NamedTensors, limit: int) -> Iterator[Bucket]:
+    """Group tensors, in order, into buckets.
 
-    A bucket of at most ``limit / 8`` bytes also takes a tensor that does not fit.
+    A bucket ends when it has more than ``limit / 2`` bytes. It also ends before a tensor that would
+    take it above ``limit`` bytes, unless it has at most ``limit / 8`` bytes so far. A bucket is
+    therefore larger than ``limit`` only with a tensor of more than 7/8 of ``limit``.
+
+    Args:
+        named_tensors: (name, tensor).
+        limit: size in bytes.
     """
     bucket: Bucket = []
     size = 0
-    for name, tensor in named:
+    for name, tensor in named_tensors:
         # Without the first condition, a large tensor would leave a nearly empty bucket behind.
         if size > limit // 8 and size + tensor.nbytes > limit:
             yield bucket
@@ -102,28 +108,29 @@ class WeightBroadcastGroup:
         self._store_file: Path | None = None
         self._group: Any = None
 
-    async def broadcast(self, parts: Iterator[Bucket], servers: WeightServers) -> None:
+    async def broadcast(self, buckets: Iterator[Bucket], servers: WeightServers) -> None:
         """Send all buckets. After a failure, leave the group. The next call creates another one."""
         plan = servers.plan
         try:
             if self._urls != plan.urls:
                 await self._join(servers)
 
-            bucket = next(parts, None)
+            bucket = next(buckets, None)
             while bucket:
                 # Servers respond when they have received all tensors, so both sides run in
                 # parallel.
                 bucket = await servers.receive(
-                    self._name, bucket, partial(self._send, bucket, parts)
+                    self._name, bucket, partial(self._send, bucket, buckets)
                 )
         except BaseException:
             # Other ranks may be at any point of the broadcast, so this group cannot be used again.
             self._leave()
             raise
 
-    def _send(self, bucket: Bucket, following: Iterator[Bucket]) -> Bucket | None:
+    def _send(self, bucket: Bucket, later_buckets: Iterator[Bucket]) -> Bucket | None:
         """Broadcast a bucket and return the next one."""
-        # Begin all broadcasts before waiting. Servers receive them in the order of ``names``.
+        # Begin all broadcasts before waiting. Servers receive them in the order of the bucket,
+        # which the request lists.
         for work in [self._group.broadcast(tensor, 0) for _, tensor in bucket]:
             work.wait()
 
@@ -134,7 +141,7 @@ class WeightBroadcastGroup:
             torch.cuda.synchronize(device)
 
         bucket.clear()  # servers have it, and the next bucket needs the memory
-        return next(following, None)
+        return next(later_buckets, None)
 
     async def _join(self, servers: WeightServers) -> None:
         """Create a group with all server ranks of this sync."""
@@ -234,14 +241,14 @@ server_group = WeightBroadcastGroup()
 """Process group of this process."""
 
 
-async def share_memory(parts: Iterator[Bucket], servers: WeightServers) -> None:
+async def share_memory(buckets: Iterator[Bucket], servers: WeightServers) -> None:
     """Let servers open the memory of the tensors: GPU memory of the same node, or host memory."""
-    # With the default strategy, file descriptors, a server would have to be a child of this
-    # process.
+    # torch's default strategy passes file descriptors, which only a process and its children can
+    # share.
     set_sharing_strategy("file_system")
     plan = servers.plan
 
-    bucket = next(parts, None)
+    bucket = next(buckets, None)
     while bucket:
         # Tensors must live until all servers have responded, while the next bucket is produced.
         shared = bucket
@@ -252,27 +259,28 @@ async def share_memory(parts: Iterator[Bucket], servers: WeightServers) -> None:
 
         # One handle per rank of each server: every rank gets whole tensors and selects its shard.
         # In torch a handle counts as one user, so two processes must not open the same handle.
-        of_ranks = _buckets_of_ranks(shared, servers)
-        handles = [[_Handles(of_rank) for of_rank in of_ranks] for _ in plan.urls]
-        payloads = [[of_rank.payload for of_rank in of_server] for of_server in handles]
+        rank_buckets = _rank_buckets(shared, servers)
+        handles = [[_Handles(rank_bucket) for rank_bucket in rank_buckets] for _ in plan.urls]
+        payloads = [[handle.payload for handle in server_handles] for server_handles in handles]
         try:
-            bucket = await servers.open_memory(payloads, partial(next, parts, None))
+            bucket = await servers.open_memory(payloads, partial(next, buckets, None))
         except BaseException:
             # A server that failed may never report that it is done with the memory, which would
             # then stay allocated.
-            for of_server in handles:
-                for of_rank in of_server:
-                    of_rank.disown()
+            for server_handles in handles:
+                for handle in server_handles:
+                    handle.disown()
             raise
 
 
-def _buckets_of_ranks(bucket: Bucket, servers: WeightServers) -> list[Bucket]:
+def _rank_buckets(bucket: Bucket, servers: WeightServers) -> list[Bucket]:
     """Return the tensors that each tensor-parallel rank of a server opens."""
     ranks = servers.plan.tensor_parallel
     if ranks == 1:
         return [bucket]
 
-    # Without a copy, the first rank would read zeros if another rank is faster.
+    # All ranks except the first overwrite these tensors with zeros. Without a copy, the first rank
+    # could read the zeros.
     for_later_ranks = [
         (name, tensor.clone() if name.endswith(servers.overwritten) else tensor)
         for name, tensor in bucket
@@ -305,8 +313,8 @@ class _SharedTensor:
     """
 
     tensor: torch.Tensor
-    use_count: tuple[bytes, int] | None = None
-    """Location of torch's count of the memory's users: a file of counts, and an index."""
+    counter_location: tuple[bytes, int] | None = None
+    """Location of torch's count of the memory's users: name of a file of counts, and an index."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         rebuild, arguments = reductions.reduce_tensor(self.tensor)
@@ -316,7 +324,7 @@ class _SharedTensor:
             device = str(torch.cuda.get_device_properties(self.tensor.device).uuid)
             arguments = (*arguments[:6], device, *arguments[7:])
             # ``ref_counter_handle`` and ``ref_counter_offset`` of rebuild_cuda_tensor.
-            self.use_count = (arguments[11], arguments[12])
+            self.counter_location = (arguments[11], arguments[12])
         return rebuild, arguments
 
     def disown(self) -> None:
@@ -325,29 +333,29 @@ class _SharedTensor:
         torch frees shared memory when the other process reports that it is done. A process that was
         killed never reports it.
         """
-        if self.use_count is None or users_of_memory(*self.use_count) == 0:
+        if self.counter_location is None or users_of_memory(*self.counter_location) == 0:
             return
         # torch has no public function for this.
-        torch.UntypedStorage._release_ipc_counter(*self.use_count, device=self.tensor.device)
+        torch.UntypedStorage._release_ipc_counter(*self.counter_location, device=self.tensor.device)
 
 
-COUNTS_BEGIN = 64
+COUNTER_HEADER_BYTES = 64
 """Size of torch's header in a file of counts, in bytes (RefcountedMapAllocator)."""
 
 
-def users_of_memory(counts: bytes, index: int) -> int:
+def users_of_memory(counter_file: bytes, index: int) -> int:
     """Return the number of processes that use shared GPU memory, according to torch.
 
     torch's count is unsigned. One release too many makes it 2^64 - 1, and the memory is never
     freed.
 
     Args:
-        counts: name of torch's count file in shared memory.
+        counter_file: name of torch's file of counts in shared memory.
         index: index of the memory's count.
     """
     try:
-        with (Path("/dev/shm") / counts.decode().lstrip("/")).open("rb") as file:
-            file.seek(COUNTS_BEGIN + 8 * index)
+        with (Path("/dev/shm") / counter_file.decode().lstrip("/")).open("rb") as file:
+            file.seek(COUNTER_HEADER_BYTES + 8 * index)
             return int(struct.unpack("=Q", file.read(8))[0])
     except FileNotFoundError:
         # torch deletes the file when all memory that it counts has been freed.

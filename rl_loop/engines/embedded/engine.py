@@ -244,16 +244,16 @@ class TransformersEngine:
                 message lists them. The weights are then unchanged.
         """
         # All tensors are needed at once, because none is written before all are checked.
-        named = list(named_tensors)
-        await self._call(lambda: self._replace_weights(named, version))
+        tensors = list(named_tensors)
+        await self._call(lambda: self._replace_weights(tensors, version))
 
-    def _replace_weights(self, named: list[tuple[str, torch.Tensor]], version: int) -> None:
+    def _replace_weights(self, tensors: list[tuple[str, torch.Tensor]], version: int) -> None:
         """Copy all weights into the model, or none if one of them does not fit."""
         # Check everything before writing anything. named_parameters lists tied weights once.
         parameters = dict(self._model.named_parameters())
-        new_weights = dict(named)
+        new_weights = dict(tensors)
         shapes = _expected_shapes(new_weights, parameters)
-        faults = ExpectedTensors(shapes, "the rollout engine's model").faults(named)
+        faults = ExpectedTensors(shapes, "the rollout engine's model").faults(tensors)
         if faults:
             shown = "; ".join(faults[:MAX_REPORTED_FAULTS])
             if len(faults) > MAX_REPORTED_FAULTS:

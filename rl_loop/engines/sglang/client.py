@@ -145,13 +145,13 @@ async def _event_payloads(stream: aiohttp.StreamReader) -> AsyncGenerator[bytes]
     """Split server-sent events (``data: ...`` and an empty line) into their payloads."""
     # aiohttp limits the length of a line when it reads by lines. The expert indices of an episode
     # are one line of several MB.
-    unread = bytearray()
+    pending = bytearray()
     async for data in stream.iter_any():
-        unread += data
+        pending += data
         # Without an end of line there is no whole event. Searching the long line again takes long.
         if b"\n" not in data:
             continue
-        *events, unread = unread.split(b"\n\n")
+        *events, pending = pending.split(b"\n\n")
         for event in events:
             yield bytes(event.removeprefix(b"data: "))
 

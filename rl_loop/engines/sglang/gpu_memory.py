@@ -207,8 +207,8 @@ def mxfp4_expert_bytes(model: ModelConfig, tensor_parallel: int) -> int:
     # once more.
     inner = _round_up_to(math.ceil(model.intermediate_size / tensor_parallel), 64)
     matrices = [(2 * inner, model.hidden_size), (model.hidden_size, inner)]
-    of_expert = sum(_mxfp4_matrix_bytes(rows, inputs) for rows, inputs in matrices)
-    return model.num_layers * model.num_experts * of_expert
+    expert_bytes = sum(_mxfp4_matrix_bytes(rows, inputs) for rows, inputs in matrices)
+    return model.num_layers * model.num_experts * expert_bytes
 
 
 def expert_adapter_bytes(model: ModelConfig, tensor_parallel: int) -> int:
@@ -218,8 +218,8 @@ def expert_adapter_bytes(model: ModelConfig, tensor_parallel: int) -> int:
     """
     inner = _round_up_to(math.ceil(model.intermediate_size / tensor_parallel), 64)
     rows_and_columns = (2 * inner + model.hidden_size) + (model.hidden_size + inner)
-    of_expert = 2 * MAX_ADAPTER_RANK * rows_and_columns
-    return model.num_layers * model.num_experts * of_expert
+    expert_bytes = 2 * MAX_ADAPTER_RANK * rows_and_columns
+    return model.num_layers * model.num_experts * expert_bytes
 
 
 def _mxfp4_matrix_bytes(rows: int, inputs: int) -> int:

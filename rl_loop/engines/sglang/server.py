@@ -35,8 +35,10 @@ logger = logging.getLogger(__name__)
 
 MAX_FAILURES = 5
 """Number of failed starts in sequence after which a server is given up."""
+FIRST_BACK_OFF = 1.0
+"""Seconds before the restart after the first failure. Each further failure doubles them."""
 MAX_BACK_OFF = 60.0
-"""Longest pause in seconds before another start. The pause doubles with each failure."""
+"""Longest pause in seconds before a restart."""
 STOP_SECONDS = 10.0
 """Seconds within which the kernel must end a killed process."""
 HEALTH_SECONDS = 60.0
@@ -242,7 +244,7 @@ class SglangServer:
                 )
                 return
 
-            back_off = min(MAX_BACK_OFF, 2.0 ** (failures - 1))
+            back_off = min(MAX_BACK_OFF, FIRST_BACK_OFF * 2.0 ** (failures - 1))
             logger.warning(
                 "SGLang server %s failed and restarts in %.0f s: %s",
                 self._status.url,

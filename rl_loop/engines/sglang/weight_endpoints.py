@@ -25,12 +25,12 @@ END_SYNC = "gptoss_end_sync"
 
 
 async def send_weights(
-    named: Iterable[tuple[str, torch.Tensor]], model: ModelConfig, plan: SyncPlan
+    named_tensors: Iterable[tuple[str, torch.Tensor]], model: ModelConfig, plan: SyncPlan
 ) -> None:
     """Send all weights to the servers of a plan.
 
     Args:
-        named: weights as (Hugging Face name, tensor in the shape of this name).
+        named_tensors: weights as (Hugging Face name, tensor in the shape of this name).
         model: configuration of the weights.
         plan: servers and transport.
 
@@ -38,11 +38,11 @@ async def send_weights(
         SyncError: if a server fails. The message names it.
         WeightMismatchError: if the weights do not fit the model, or a server holds other weights
             afterwards. The message names the tensor.
-        GatheringError: if ``named`` raises it.
+        GatheringError: if ``named_tensors`` raises it.
     """
     servers = SglangServers(model, plan)
     try:
-        await send_to_servers(named, model, servers)
+        await send_to_servers(named_tensors, model, servers)
     finally:
         await servers.close()
 
@@ -74,35 +74,35 @@ class SglangSender:
         # One gathering serves all plans, so they agree.
         return any(plan.adapters_only for plan in self.plans.values())
 
-    def send(self, named: Iterable[tuple[str, torch.Tensor]], rank: int) -> None:
+    def send(self, named_tensors: Iterable[tuple[str, torch.Tensor]], rank: int) -> None:
         """Send the weights of ``rank`` to its servers.
 
         Args:
-            named: (Hugging Face name, tensor in the shape of this name).
+            named_tensors: (Hugging Face name, tensor in the shape of this name).
             rank: trainer rank of this process.
 
         Raises:
             SyncError: if a server fails. The message names it.
             WeightMismatchError: if the weights do not fit the model, or a server holds other weights
                 afterwards. The message names the tensor.
-            GatheringError: if ``named`` raises it.
+            GatheringError: if ``named_tensors`` raises it.
         """
-        asyncio.run(send_weights(named, self.model, self.plans[rank]))
+        asyncio.run(send_weights(named_tensors, self.model, self.plans[rank]))
 
-    def send_from_driver(self, named: Iterable[tuple[str, torch.Tensor]]) -> None:
+    def send_from_driver(self, named_tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Send through files to the servers of all plans.
 
         The plans' transport is ignored. Raises the errors of ``send``.
 
         Args:
-            named: (Hugging Face name, tensor in the shape of this name).
+            named_tensors: (Hugging Face name, tensor in the shape of this name).
         """
         plans = list(self.plans.values())
         urls = tuple(url for plan in plans for url in plan.urls)
         # The transport of the plans may need a GPU, which the driver does not have. The plans
         # differ in servers and rendezvous files. A disk needs no rendezvous.
         plan = replace(plans[0], urls=urls, transport="disk")
-        asyncio.run(send_weights(named, self.model, plan))
+        asyncio.run(send_weights(named_tensors, self.model, plan))
 
 
 class SglangServers:
@@ -165,8 +165,8 @@ class SglangServers:
 
     async def open_memory[T](self, payloads: Sequence[Sequence[str]], work: Callable[[], T]) -> T:
         bodies = [
-            {"serialized_named_tensors": list(of_server), "flush_cache": False}
-            for of_server in payloads
+            {"serialized_named_tensors": list(server_payloads), "flush_cache": False}
+            for server_payloads in payloads
         ]
         return await self._call_while("/update_weights_from_tensor", bodies, work)
 

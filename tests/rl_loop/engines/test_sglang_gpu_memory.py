@@ -35,7 +35,7 @@ from rl_loop.engines.sglang.gpu_memory import (
 )
 from rl_loop.engines.sglang.server_command import server_command
 from rl_loop.engines.sglang.weight_endpoints import SglangSender
-from rl_loop.weight_sync.transports import buckets
+from rl_loop.weight_sync.transports import split_into_buckets
 
 MODEL_20B = GptOssModelConfig(num_layers=24, num_experts=32)
 TOTAL = 150_000_000_000
@@ -121,7 +121,7 @@ def test_sender_holds_two_buckets_of_expert_tensors(
     """Only tensors of experts count, because other tensors are the parameters themselves."""
     model = GptOssModelConfig(num_layers=9, num_experts=experts)
     sizes = []
-    for bucket in buckets(sent_tensors(model, mxfp4_experts), limit):
+    for bucket in split_into_buckets(sent_tensors(model, mxfp4_experts), limit):
         sizes.append(sum(tensor.nbytes for name, tensor in bucket if ".experts." in name))
     held = max(first + second for first, second in pairwise(sizes))
 
@@ -164,7 +164,7 @@ def test_20b_mxfp4_sync_needs_fewer_requests_with_large_buckets(
 ) -> None:
     """docs/quantization.md lists these sizes in GB."""
     sizes = []
-    for bucket in buckets(sent_tensors(MODEL_20B, mxfp4_experts=True), limit):
+    for bucket in split_into_buckets(sent_tensors(MODEL_20B, mxfp4_experts=True), limit):
         sizes.append(sum(tensor.nbytes for _, tensor in bucket))
     assert len(sizes) == requests
     assert sum(sizes) / 1e9 == pytest.approx(13.76, abs=0.01)

@@ -283,7 +283,7 @@ def test_sleeping_server_keeps_addresses_and_reloads_experts() -> None:
 def test_lost_bucket_is_named_and_the_server_does_not_serve(
     lost: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    original = send.buckets
+    original = send.split_into_buckets
     names: list[str] = []
 
     def some(named: Any, limit: int) -> Iterator[Any]:
@@ -293,7 +293,7 @@ def test_lost_bucket_is_named_and_the_server_does_not_serve(
         yield from buckets
 
     async def work(server: Mxfp4Server) -> None:
-        monkeypatch.setattr(send, "buckets", some)
+        monkeypatch.setattr(send, "split_into_buckets", some)
         with pytest.raises(SyncError) as failure:
             await send_weights(mxfp4_weights(1).items(), MODEL, plan_for(server.url))
         first = sorted(names)[0]
@@ -308,7 +308,7 @@ def test_swapped_scale_is_named_and_the_server_does_not_serve(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     name = "model.layers.0.mlp.experts.down_proj_scales"
-    original = send.buckets
+    original = send.split_into_buckets
 
     def changed(named: Any, limit: int) -> Iterator[Any]:
         for bucket in original(named, limit):
@@ -322,7 +322,7 @@ def test_swapped_scale_is_named_and_the_server_does_not_serve(
             yield bucket
 
     async def work(server: Mxfp4Server) -> None:
-        monkeypatch.setattr(send, "buckets", changed)
+        monkeypatch.setattr(send, "split_into_buckets", changed)
         with pytest.raises(WeightMismatchError, match=f"but its content differs in {name}$"):
             await send_weights(mxfp4_weights(1).items(), MODEL, plan_for(server.url))
         assert server.version == "default"

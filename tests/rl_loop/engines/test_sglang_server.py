@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from rl_loop.engines.sglang.gpu_memory import NotEnoughGpuMemoryError, memory_fault
-from rl_loop.engines.sglang.server import ServerState, ServerStatus, SglangServer
+from rl_loop.engines.sglang.server import FIRST_BACK_OFF, ServerState, ServerStatus, SglangServer
 from tests.support.waiting import PATIENCE_SECONDS
 
 
@@ -156,7 +156,7 @@ def test_no_server_starts_while_the_trainer_has_the_gpu(tmp_path: Path) -> None:
         await server.block_starts()
         server._kill()
         await reach(server, ServerState.DEAD)
-        await asyncio.sleep(2)  # longer than the pause after the first failure
+        await asyncio.sleep(2 * FIRST_BACK_OFF)  # the server would restart after half of it
         assert (await server.status()).state is ServerState.DEAD
         assert count_starts(tmp_path) == 1
         await server.allow_starts()

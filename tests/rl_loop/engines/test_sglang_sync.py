@@ -47,7 +47,7 @@ from rl_loop.tasks.codec import build_codec
 from rl_loop.weight_sync.canary import CanaryError, CanaryTolerance, check_canary
 from rl_loop.weight_sync.servers import SyncPlan
 from rl_loop.weight_sync.source import WeightMismatchError
-from rl_loop.weight_sync.transports import buckets
+from rl_loop.weight_sync.transports import split_into_buckets
 from tests.support.forked_workers import local_ray
 from tests.support.megatron_gptoss.dense_reference import MODELS as DENSE_MODELS
 from tests.support.rl_loop import mxfp4_sync
@@ -69,7 +69,7 @@ def draw_weights(seed: int, model: GptOssModelConfig = MODEL) -> dict[str, torch
 
 def test_buckets_are_bounded_and_keep_every_tensor() -> None:
     weights = draw_weights(0)
-    parts = list(buckets(weights.items(), 10_000))
+    parts = list(split_into_buckets(weights.items(), 10_000))
     assert [name for part in parts for name, _ in part] == list(weights)
     for part in parts:
         *before, last = [tensor.nbytes for _, tensor in part]

@@ -386,9 +386,9 @@ def _store_schedule(
 ):
     """Store the blocks of an expert, or -1 after all blocks in the program without an expert."""
     if own < EXPERTS:
-        of_expert = tl.arange(0, BLOCKS_OF_EXPERT)
-        planned = (of_expert << 16) + own
-        tl.store(schedule + first + of_expert, planned, mask=of_expert < own_blocks)
+        block_of_expert = tl.arange(0, BLOCKS_OF_EXPERT)
+        planned = (block_of_expert << 16) + own
+        tl.store(schedule + first + block_of_expert, planned, mask=block_of_expert < own_blocks)
     else:
         block = tl.arange(0, BLOCKS)
         tl.store(schedule + block, -1, mask=(block >= first) & (block < blocks))

@@ -402,8 +402,8 @@ def _store(sums, bias, out, entries, gates, entry, is_entry, outputs, first_colu
     """
     columns: tl.constexpr = sums.shape[0]
     column = first_column + tl.arange(0, columns)
-    of_column = tl.load(bias + column, mask=column < outputs, other=0.0)
-    result = sums.trans() + of_column[None, :]
+    column_bias = tl.load(bias + column, mask=column < outputs, other=0.0)
+    result = sums.trans() + column_bias[None, :]
 
     if gates is None:
         gate, up = tl.split(result.reshape(result.shape[0], columns // 2, 2))
@@ -476,10 +476,10 @@ def with_small_batch_kernel(original: Callable[..., Any]) -> Callable[..., Any]:
             return y
 
         entries, width = scatter.dst_indx, y.shape[-1]
-        of_experts = y.new_empty(len(entries), width)
+        expert_outputs = y.new_empty(len(entries), width)
         matrices_and_routes = (*matrices, routing_data, entries)
-        multiply(x, *matrices_and_routes, of_experts, gates=gates, adapter=adapter)
-        sum_experts(of_experts.view(-1, routing_data.n_expts_act, width), y.view(-1, width))
+        multiply(x, *matrices_and_routes, expert_outputs, gates=gates, adapter=adapter)
+        sum_experts(expert_outputs.view(-1, routing_data.n_expts_act, width), y.view(-1, width))
         return y
 
     return matmul_ogs
