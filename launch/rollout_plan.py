@@ -9,18 +9,21 @@ from launch.plan import MEASURED_GPU, predict_update
 from launch.rollout_time import PROMPT_TOKENS, EpisodeLengths, ServerModel, simulate_rollout
 from megatron_gptoss.config import ModelConfig
 from megatron_gptoss.planning.memory_advice import Hardware
-from rl_loop.config.rollout_advice import MEAN_LENGTH, batch_size, mean_sampled_tokens
+from rl_loop.config.rollout_advice import MEAN_LENGTH_FRACTION, batch_size, mean_sampled_tokens
 from rl_loop.config.run import RlConfig
 from rl_loop.engines.sglang.config import SglangConfig
 from rl_loop.engines.sglang.prefills import GATHERED_SHARE
 
-REQUESTS_PER_PREFILL = 2
-"""Tool outputs that servers without gathering prefill together.
+UNGATHERED_REQUESTS_PER_PREFILL = 2
+"""Tool outputs per prefill on a server that does not gather requests.
 
-Logs of runs with the 20B have 1.4 to 2.5.
+They are 1.4 to 2.5 in logs of runs with the 20B.
 """
-SEEDS = 5
-"""Random rollouts whose mean is predicted. Their longest episodes differ."""
+SIMULATED_ROLLOUTS = 5
+"""Number of simulated rollouts.
+
+Their mean is the prediction, because the time of a rollout depends on its longest episode.
+"""
 STALENESS = (0, 1, 2, 3, 4, 8)
 """Values of ``algorithm.max_staleness`` to compare."""
 
@@ -29,52 +32,58 @@ STALENESS = (0, 1, 2, 3, 4, 8)
 class LoopPrediction:
     """Bounds of the loop's speed, in seconds per step."""
 
-    training: float
-    """Time of the trainer if it never waits."""
-    engines: float
-    """Time of the engines for a step's episodes if their batches are always full."""
-    rollout: float
-    """Time of a step's episodes, from their common begin to the end of the longest one."""
+    update_seconds: float
+    """Time of the trainer's update, without waiting for episodes."""
+    engine_seconds: float
+    """Time of the engines for a step's episodes if their batches are always full.
+
+    Never more than ``rollout_seconds``.
+    """
+    rollout_seconds: float
+    """Time of a step's episodes, from their common start to the end of the longest episode."""
     tokens_per_gpu: float
-    """Trained tokens per step and GPU, over the GPUs of trainer and engines."""
+    """Tokens of a step's episodes per GPU of trainer and engines.
+
+    Prompts, tool outputs and sampled tokens count, as in the metric ``tokens_per_second``.
+    """
 
     def step_seconds(self, staleness: int) -> float:
         """Return the predicted wall-clock time of a step."""
-        # The engines finish a step only with its longest episode.
-        sequential = max(self.rollout, self.engines) + self.training
-        # With staleness 0, a step takes the rollout and then the update. With staleness k, the same
-        # work has k + 1 steps of time, because an episode begins k steps before its own. A step is
-        # never faster than trainer or engines.
-        return max(self.training, self.engines, sequential / (staleness + 1))
+        # With staleness 0, a step takes the rollout and then the update. With staleness k, up to
+        # k + 1 steps overlap, because episodes of a step may start k steps earlier. A step
+        # therefore takes at least 1 / (k + 1) of the sequential time. It is never faster than
+        # trainer or engines.
+        sequential = self.rollout_seconds + self.update_seconds
+        return max(self.update_seconds, self.engine_seconds, sequential / (staleness + 1))
 
     def bound(self, staleness: int) -> str:
         """Return the name of the bound that limits a step at a staleness."""
         seconds = self.step_seconds(staleness)
         # step_seconds returns one of these numbers unchanged, so they compare exactly.
-        if seconds == self.training:
+        if seconds == self.update_seconds:
             return "trainer"
-        return "engines" if seconds == self.engines else "rollout"
+        return "engines" if seconds == self.engine_seconds else "rollout"
 
     def trainer_idle(self, staleness: int) -> float:
         """Return the predicted fraction of a step in which the trainer waits for episodes."""
-        return 1 - self.training / self.step_seconds(staleness)
+        return 1 - self.update_seconds / self.step_seconds(staleness)
 
     def engines_idle(self, staleness: int) -> float:
         """Return the fraction of a step that engines with always full batches would not need.
 
         The real idle time is shorter, because the last episodes of a step run in small batches.
         """
-        return 1 - self.engines / self.step_seconds(staleness)
+        return 1 - self.engine_seconds / self.step_seconds(staleness)
 
     def tokens_per_second(self, staleness: int) -> float:
-        """Return the predicted number of trained tokens per second and GPU of the whole loop."""
+        """Return the predicted tokens per second and GPU of the whole loop (``tokens_per_gpu``)."""
         return self.tokens_per_gpu / self.step_seconds(staleness)
 
     @property
     def fastest_staleness(self) -> int:
         """Smallest staleness at which steps are as fast as possible."""
         # The loop ends, because sequential / (staleness + 1) falls below any bound.
-        fastest = max(self.training, self.engines)
+        fastest = max(self.update_seconds, self.engine_seconds)
         staleness = 0
         while self.step_seconds(staleness) > fastest:
             staleness += 1
@@ -94,10 +103,11 @@ def predict_loop(
 
     Args:
         config: configuration with an SGLang engine.
-        hardware: GPU of the servers; None for that of the configuration. The update is predicted
+        hardware: GPU of the servers. None: the GPU of the configuration. The update is predicted
             for an H200.
-        tool_seconds: duration of each tool call.
-        turn_tokens: mean sampled tokens of a turn; None for that of ``MEAN_LENGTH``.
+        tool_seconds: duration of each tool call, in seconds.
+        turn_tokens: mean sampled tokens of a turn. None: ``MEAN_LENGTH_FRACTION`` of an episode's
+            maximum, divided evenly among its turns.
     """
     rollout = config.rollout
     trainer = config.memory_inputs
@@ -121,16 +131,16 @@ def predict_loop(
         rollout.max_episode_tokens,
     )
     episodes = rollout.tasks_per_step * rollout.samples_per_task
-    # The fullest server decides.
-    of_server = -(-episodes // engine.servers)
+    # The server with the most episodes takes the longest.
+    episodes_per_server = -(-episodes // engine.servers)
     workers = rollout.worker_count / engine.servers
     # Fixed seeds, so that a plan of one configuration always prints the same numbers.
-    samples = [lengths.sample(of_server, seed) for seed in range(SEEDS)]
+    samples = [lengths.sample(episodes_per_server, seed) for seed in range(SIMULATED_ROLLOUTS)]
     results = [simulate_rollout(server, turns, slots, workers, tool_seconds) for turns in samples]
     full_batches = [_seconds_of_full_batches(server, turns, slots) for turns in samples]
 
     update = predict_update(trainer)
-    step_tokens = fmean(result.tokens for result in results) * episodes / of_server
+    step_tokens = fmean(result.tokens for result in results) * episodes / episodes_per_server
     gpus = trainer.parallel.world_size
     # Separate engines have their own GPUs, which the speed per GPU must count.
     if not engine.shares_trainer_gpus:
@@ -138,11 +148,11 @@ def predict_loop(
     seconds = fmean(result.seconds for result in results)
     return LoopPrediction(
         # The update was predicted with sequences of maximum length. Episodes have fewer tokens.
-        training=update.step.total * step_tokens / update.tokens,
-        # The simulation contains all of this work, so a longer time can only come from the
-        # averages.
-        engines=min(seconds, fmean(full_batches)),
-        rollout=seconds,
+        update_seconds=update.step.total * step_tokens / update.tokens,
+        # A rollout cannot be faster than full batches. If the estimate for full batches is longer,
+        # its averages are too pessimistic, so use the time of the simulation.
+        engine_seconds=min(seconds, fmean(full_batches)),
+        rollout_seconds=seconds,
         tokens_per_gpu=step_tokens / gpus,
     )
 
@@ -163,16 +173,26 @@ def server_model(engine: SglangConfig, model: ModelConfig, hardware: Hardware) -
 def _seconds_of_full_batches(
     server: ServerModel, episodes: Sequence[Sequence[int]], slots: int
 ) -> float:
-    """Return the time of a server for some episodes if its batch is always full."""
+    """Return the seconds of a server for some episodes if its batch is always full.
+
+    Args:
+        server: server that samples.
+        episodes: sampled tokens of every turn of every episode.
+        slots: requests that the server runs at a time.
+    """
     tokens = sum(map(sum, episodes))
     running = min(slots, len(episodes))
     # On average, a running episode has half of its tokens.
-    step = server.step_seconds(running, tokens / len(episodes) / 2)
+    step_seconds = server.step_seconds(running, tokens / len(episodes) / 2)
     turns = sum(map(len, episodes))
-    # Turns that end while a request waits, up to the number that ends the gathering.
-    ended = running * turns / tokens * (server.gather_passes - 1)
-    together = max(REQUESTS_PER_PREFILL, min(ended, GATHERED_SHARE * running))
-    return tokens / running * step + turns / together * server.prefill_seconds(round(together))
+    # Expected number of turns that end while a request waits for its prefill. Gathering stops
+    # earlier if the waiting requests are GATHERED_SHARE of the running requests.
+    ended_turns = running * turns / tokens * (server.gather_passes - 1)
+    turns_per_prefill = max(
+        UNGATHERED_REQUESTS_PER_PREFILL, min(ended_turns, GATHERED_SHARE * running)
+    )
+    prefill_seconds = server.prefill_seconds(round(turns_per_prefill))
+    return tokens / running * step_seconds + turns / turns_per_prefill * prefill_seconds
 
 
 def loop_plan(
@@ -185,9 +205,10 @@ def loop_plan(
 
     Args:
         config: configuration of the run.
-        hardware: GPU of the servers; None for that of the configuration.
-        tool_seconds: duration of each tool call.
-        turn_tokens: mean sampled tokens of a turn; None for that of ``MEAN_LENGTH``.
+        hardware: GPU of the servers. None: the GPU of the configuration.
+        tool_seconds: duration of each tool call, in seconds.
+        turn_tokens: mean sampled tokens of a turn. None: ``MEAN_LENGTH_FRACTION`` of an episode's
+            maximum, divided evenly among its turns.
     """
     # Only SGLang's decoding speed was measured.
     rollout = config.rollout
@@ -201,7 +222,7 @@ def loop_plan(
     if turn_tokens is None:
         lengths = (
             f"{episodes} episodes of {mean_sampled_tokens(rollout):.0f} sampled tokens on average "
-            f"(assumption: {MEAN_LENGTH:g} of the maximum, {rollout.max_response_tokens})"
+            f"(assumption: {MEAN_LENGTH_FRACTION:g} of the maximum, {rollout.max_response_tokens})"
         )
     else:
         lengths = f"{episodes} episodes of {rollout.max_turns} turns of {turn_tokens:g} tokens"
@@ -211,20 +232,20 @@ def loop_plan(
         rates = f"{decoding_gpu} rates (rollout) and {MEASURED_GPU} rates (update)"
     step = f"a step at {rates} with {lengths} and {tool_seconds:g} s per tool call: "
 
-    # Sharing GPUs excludes overlap, so only staleness 0 exists.
+    # Engines and trainer alternate on shared GPUs. Their work cannot overlap, so staleness is 0.
     if engine.shares_trainer_gpus:
         seconds = prediction.step_seconds(0)
         return (
-            f"{step}{seconds:.1f} s, of which the rollout takes {prediction.rollout:.1f} s and "
-            f"the update {prediction.training:.1f} s, "
+            f"{step}{seconds:.1f} s, of which the rollout takes {prediction.rollout_seconds:.1f} s and "
+            f"the update {prediction.update_seconds:.1f} s, "
             f"{prediction.tokens_per_second(0):.0f} tokens/s/GPU; engines and trainer share GPUs "
             "and alternate (algorithm.max_staleness 0)"
         )
 
-    least = prediction.fastest_staleness
+    fastest_staleness = prediction.fastest_staleness
     lines = [
-        f"{step}engines {prediction.engines:.1f} s, rollout {prediction.rollout:.1f} s, update "
-        f"{prediction.training:.1f} s",
+        f"{step}engines {prediction.engine_seconds:.1f} s, rollout {prediction.rollout_seconds:.1f} s, update "
+        f"{prediction.update_seconds:.1f} s",
         f"  {'max_staleness':>13}{'s/step':>10}{'speedup':>8}{'tokens/s/GPU':>14}"
         f"{'trainer idle':>14}{'engines idle':>14}  bound by",
     ]
@@ -244,5 +265,5 @@ def loop_plan(
         if staleness == config.algorithm.max_staleness:
             line += "  <- configured"
         lines.append(line)
-    lines.append(f"  max_staleness above {least} does not make steps faster")
+    lines.append(f"  max_staleness above {fastest_staleness} does not make steps faster")
     return "\n".join(lines)

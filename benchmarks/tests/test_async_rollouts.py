@@ -193,9 +193,9 @@ def test_planned_step_seconds_match_the_simulated_loop() -> None:
     turns = simulate(0)
     outcome = turns.run(speed)
     prediction = LoopPrediction(
-        training=outcome.training_seconds / workload.steps,
-        engines=0.0,  # mostly idle
-        rollout=turns.mean_rollout_seconds,
+        update_seconds=outcome.training_seconds / workload.steps,
+        engine_seconds=0.0,  # mostly idle
+        rollout_seconds=turns.mean_rollout_seconds,
         tokens_per_gpu=0.0,  # not used
     )
     errors = []

@@ -287,7 +287,7 @@ def test_predicted_rollouts_equal_the_plan_and_agree_with_runs(heading: str, gpu
         last = len(words) - 1 - words[::-1].index("--turn-tokens")
         turn_tokens = SAMPLED_SHARE * int(words[last + 1])
         hardware = Hardware(gigabytes, gpu)
-        predicted = predict_loop(config, hardware, turn_tokens=turn_tokens).rollout
+        predicted = predict_loop(config, hardware, turn_tokens=turn_tokens).rollout_seconds
         assert_shown(shown, predicted)
 
         bounds = [float(bound) for bound in row["Rollout, s"].split("-")]
@@ -311,8 +311,8 @@ def test_predicted_shipped_configurations_equal_the_plan() -> None:
     for row in rows:
         (path,) = re.findall(r"\((?:\.\./)*(configs/\S+)\)", row["Configuration"])
         loop, _, _ = prediction([path])
-        assert_shown(row["Rollout, s"], loop.rollout)
-        assert_shown(row["Update, s"], loop.training)
+        assert_shown(row["Rollout, s"], loop.rollout_seconds)
+        assert_shown(row["Update, s"], loop.update_seconds)
         assert_shown(row["tokens/s/GPU"], loop.tokens_per_second(0))
         if row["GPUs"] == "4":
             speeds[path] = loop.tokens_per_second(0)
@@ -328,7 +328,7 @@ def test_predicted_steps_of_the_120b_equal_the_plan() -> None:
         gigabytes = {phase.name: phase.total / 1e9 for phase in memory.phases}
         expected = {
             "Step without syncs, s": loop.step_seconds(0),
-            "Update, s": loop.training,
+            "Update, s": loop.update_seconds,
             "Loop, tokens/s/GPU": loop.tokens_per_second(0),
             "Update, tokens/s/GPU": update.tokens_per_second,
             "Memory at the start, GB": gigabytes["start"],
@@ -353,7 +353,7 @@ def test_predicted_staleness_of_the_20b_equals_the_plan() -> None:
         assert_shown(row["tokens/s/GPU"], loop.tokens_per_second(staleness))
         assert_shown(row["Trainer idle"], loop.trainer_idle(staleness))
         assert_shown(row["Servers idle"], loop.engines_idle(staleness))
-    assert f"{loop.training:.1f} s and {memory.peak.total / 1e9:.1f} GB" in text
+    assert f"{loop.update_seconds:.1f} s and {memory.peak.total / 1e9:.1f} GB" in text
 
 
 def test_predicted_layouts_of_the_120b_equal_the_plan() -> None:

@@ -8,7 +8,7 @@ from rl_loop.config.rollout import EPISODES_PER_WORKER, RolloutConfig
 from rl_loop.engines.sglang.config import SglangConfig
 from rl_loop.engines.sglang.gpu_memory import ServerNeeds, windowed_cache_share
 
-MEAN_LENGTH = 0.5
+MEAN_LENGTH_FRACTION = 0.5
 """Mean of an episode's sampled tokens, as a fraction of their maximum. An assumption."""
 FEW_EPISODES = 0.5
 """Episodes per server below which a warning is printed, as a fraction of the server's batch.
@@ -29,10 +29,11 @@ def mean_sampled_tokens(rollout: RolloutConfig, turn_tokens: float | None = None
 
     Args:
         rollout: rollout settings.
-        turn_tokens: mean sampled tokens of a turn; None for ``MEAN_LENGTH`` of the maximum.
+        turn_tokens: mean sampled tokens of a turn; None for ``MEAN_LENGTH_FRACTION`` of the
+            maximum.
     """
     if turn_tokens is None:
-        return MEAN_LENGTH * rollout.max_response_tokens
+        return MEAN_LENGTH_FRACTION * rollout.max_response_tokens
     return min(turn_tokens * rollout.max_turns, rollout.max_response_tokens)
 
 
@@ -84,32 +85,32 @@ def rollout_warnings(
         dtype: precision of weights and cache, "fp32" or "bf16".
         gigabytes: memory of a GPU in GB (1e9 bytes). None if it is not known: batches are then
             not checked.
-        turn_tokens: mean sampled tokens of a turn; None for ``MEAN_LENGTH`` of an episode's
-            maximum.
+        turn_tokens: mean sampled tokens of a turn; None for ``MEAN_LENGTH_FRACTION`` of an
+            episode's maximum.
         adapter: adapters that servers add without merging. None without them.
     """
     engine = rollout.engine
     if not isinstance(engine, SglangConfig):
         return []
     episodes = rollout.tasks_per_step * rollout.samples_per_task
-    of_server = episodes / engine.servers
+    episodes_per_server = episodes / engine.servers
     warnings = []
     if gigabytes is not None:
         mean = mean_sampled_tokens(rollout, turn_tokens)
         batch = batch_size(engine, model, dtype, gigabytes, mean, adapter)
-        if of_server < FEW_EPISODES * batch:
+        if episodes_per_server < FEW_EPISODES * batch:
             tasks = -(-batch * engine.servers // rollout.samples_per_task)
             warnings.append(
-                f"rollout.tasks_per_step={rollout.tasks_per_step} gives a server {of_server:.0f} "
+                f"rollout.tasks_per_step={rollout.tasks_per_step} gives a server {episodes_per_server:.0f} "
                 f"episodes, but {batch} fit. More episodes give more tokens/s: set "
                 f"rollout.tasks_per_step to up to {tasks}"
             )
 
-    of_worker = episodes / rollout.worker_count
-    if of_worker > MANY_EPISODES:
+    episodes_per_worker = episodes / rollout.worker_count
+    if episodes_per_worker > MANY_EPISODES:
         workers = -(-episodes // EPISODES_PER_WORKER)
         warnings.append(
-            f"rollout.workers={rollout.worker_count} gives a worker {of_worker:.0f} episodes, "
+            f"rollout.workers={rollout.worker_count} gives a worker {episodes_per_worker:.0f} episodes, "
             f"which wait for each other. Set rollout.workers={workers}, or leave it out"
         )
     return warnings

@@ -64,7 +64,7 @@ def test_colocated_engines_add_no_gpus() -> None:
     config = load(CONFIGS / "rl/gpt-oss-120b-adapter_1x4.yaml")
     prediction = predict_loop(config)
     assert prediction.tokens_per_gpu == pytest.approx(128 * 16_384 / 2 / 4, rel=0.1)
-    seconds = prediction.rollout + prediction.training
+    seconds = prediction.rollout_seconds + prediction.update_seconds
     assert prediction.step_seconds(0) == seconds
     speed = f"{prediction.tokens_per_gpu / seconds:.0f} tokens/s/GPU"
     plan = build_plan(config)

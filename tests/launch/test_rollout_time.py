@@ -71,7 +71,7 @@ def test_rollout_of_full_batches_agrees_with_measured_runs(workers: int, measure
     overrides = [*LIMITS, *MXFP4, "rollout.tasks_per_step=128", f"rollout.workers={workers}"]
     overrides.append(NO_GATHERING)
     config = load_config(CONFIGS / "rl/gpt-oss-20b_1x4.yaml", RlConfig, overrides)
-    predicted = predict_loop(config, turn_tokens=TURN_TOKENS).rollout
+    predicted = predict_loop(config, turn_tokens=TURN_TOKENS).rollout_seconds
     assert predicted == pytest.approx(measured, rel=0.15)
 
 
@@ -276,7 +276,7 @@ def test_plan_for_h100_uses_its_decoding_rate() -> None:
     path = CONFIGS / "untested/rl/gpt-oss-20b_1x8_80gb.yaml"
     config = load_config(path, RlConfig)
     slow, fast = (predict_loop(config, Hardware(84.9, gpu)) for gpu in ("NVIDIA H100 80GB", "H200"))
-    assert 1.3 < slow.rollout / fast.rollout < 1.43
-    assert slow.training == fast.training
+    assert 1.3 < slow.rollout_seconds / fast.rollout_seconds < 1.43
+    assert slow.update_seconds == fast.update_seconds
     plan = loop_plan(config, Hardware(84.9, "NVIDIA H100 80GB"))
     assert plan.startswith("a step at H100 rates (rollout) and H200 rates (update) with 256 ")
