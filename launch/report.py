@@ -396,7 +396,7 @@ def select_episodes(directory: Path) -> tuple[list[dict[str, Any]], int]:
     """
     reader = EpisodeReader(directory)
     reader.refresh()
-    ids = reader.figures.column("id").to_pylist()
+    ids = reader.summary_table.column("id").to_pylist()
     count = min(EPISODES_SHOWN, len(ids))
 
     # Always include the first and the last one, where a run differs most.

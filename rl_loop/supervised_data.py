@@ -1,4 +1,4 @@
-"""Training data of supervised fine-tuning: conversations of files, or generated demonstrations."""
+"""Data of supervised fine-tuning: conversations from files, or generated demonstrations."""
 
 from collections.abc import Mapping
 from typing import Any, Protocol
@@ -63,7 +63,7 @@ class SupervisedData(Protocol):
         ...
 
     def summary(self) -> dict[str, Any]:
-        """Return figures of the whole run."""
+        """Return values of the whole run for ``summary.json``."""
         ...
 
     def close(self) -> None:
@@ -141,7 +141,7 @@ class DemonstrationBatches:
         """Add nothing."""
 
     def summary(self) -> dict[str, Any]:
-        """Return no figures."""
+        """Return no values."""
         return {}
 
     def close(self) -> None:

@@ -166,7 +166,7 @@ class FullSizeRun:
         reader = EpisodeReader(self.run.episodes)
         reader.refresh()
         counts: dict[int, int] = dict.fromkeys(steps, 0)
-        for row in reader.figures.to_pylist():
+        for row in reader.summary_table.to_pylist():
             if row["split"] == "train" and row["invalid"] is None and row["step"] in counts:
                 counts[row["step"]] += 1
         if set(counts.values()) != {episodes_per_step}:

@@ -10,7 +10,7 @@ import pyarrow.compute as pc
 
 from megatron_gptoss.user_error import UserError
 from rl_loop.tracking.episode_reader import EpisodeReader
-from rl_loop.tracking.episode_table import FIGURES
+from rl_loop.tracking.episode_table import SUMMARY_COLUMNS
 
 MAX_PAGE_ROWS = 500
 """Maximum number of rows per page."""
@@ -20,8 +20,8 @@ SEARCH_SECONDS = 0.4
 
 SORTABLE = tuple(
     field.name
-    for field in FIGURES
-    # A map has no order, and the two texts are no figures.
+    for field in SUMMARY_COLUMNS
+    # A map has no order, and the two texts have no useful order.
     if field.name not in ("reward_parts", "format_error", "invalid_reason")
 )
 
@@ -133,7 +133,7 @@ class EpisodePage:
     """One page of the table."""
 
     rows: list[dict[str, Any]]
-    """Rows with the columns of FIGURES."""
+    """Rows with the columns of SUMMARY_COLUMNS."""
     total: int
     """Number of matching episodes among those searched."""
     recorded: int
@@ -160,38 +160,38 @@ def run_query(reader: EpisodeReader, query: EpisodeQuery) -> EpisodePage:
         query: filters, order and page.
     """
     reader.refresh()
-    figures = reader.figures
-    matches = _matches(figures, query)
+    table = reader.summary_table
+    matches = _matches(table, query)
 
-    searched = figures.num_rows
+    searched = table.num_rows
     if query.text:
         search = reader.search(query.text, SEARCH_SECONDS)
         searched = search.searched
-        # The text is in other files than the figures, so the search returns ids.
-        matches &= np.isin(figures.column("id").to_numpy(), search.ids)
+        # The text is in other files than the table, so the search returns ids.
+        matches &= np.isin(table.column("id").to_numpy(), search.ids)
 
     rows = np.flatnonzero(matches)
-    rows = _sorted(figures, rows, query)
+    rows = _sorted(table, rows, query)
     # Take the page first, because converting rows to Python is slow.
-    shown = figures.take(pa.array(rows[query.offset : query.offset + query.limit]))
+    shown = table.take(pa.array(rows[query.offset : query.offset + query.limit]))
     return EpisodePage(
         rows=shown.to_pylist(maps_as_pydicts="strict"),
         total=len(rows),
-        recorded=figures.num_rows,
+        recorded=table.num_rows,
         searched=searched,
         damaged=reader.damages,
-        splits=_choices(figures, "split"),
-        finish_reasons=_choices(figures, "finish_reason"),
+        splits=_choices(table, "split"),
+        finish_reasons=_choices(table, "finish_reason"),
     )
 
 
-def _choices(figures: pa.Table, name: str) -> list[str]:
-    return sorted(pc.unique(figures.column(name).drop_null()).to_pylist())
+def _choices(table: pa.Table, name: str) -> list[str]:
+    return sorted(pc.unique(table.column(name).drop_null()).to_pylist())
 
 
-def _matches(figures: pa.Table, query: EpisodeQuery) -> np.ndarray:
+def _matches(table: pa.Table, query: EpisodeQuery) -> np.ndarray:
     """Return which rows match all filters except the text, bool [rows]."""
-    column = figures.column
+    column = table.column
     conditions: list[pa.ChunkedArray] = []
 
     # origin of the episode
@@ -224,14 +224,14 @@ def _matches(figures: pa.Table, query: EpisodeQuery) -> np.ndarray:
     elif query.tools == "none":
         conditions.append(pc.equal(column("tool_calls"), 0))
 
-    matches = np.ones(figures.num_rows, dtype=np.bool_)
+    matches = np.ones(table.num_rows, dtype=np.bool_)
     for condition in conditions:
         # A comparison with null, such as the reward of an invalid episode, gives null: no match.
         matches &= condition.fill_null(False).to_numpy()
     return matches
 
 
-def _sorted(figures: pa.Table, rows: np.ndarray, query: EpisodeQuery) -> np.ndarray:
+def _sorted(table: pa.Table, rows: np.ndarray, query: EpisodeQuery) -> np.ndarray:
     """Sort row indices by a column. Rows without a value come last, equal rows newest first."""
     newest_first = rows[::-1]
     # Ids increase with time, so the rows are in this order already.
@@ -239,7 +239,7 @@ def _sorted(figures: pa.Table, rows: np.ndarray, query: EpisodeQuery) -> np.ndar
         return newest_first if query.descending else rows
 
     direction = "descending" if query.descending else "ascending"
-    column = figures.column(query.sort).take(pa.array(newest_first))
+    column = table.column(query.sort).take(pa.array(newest_first))
     # The place as second key keeps equal rows newest first in both directions.
     keys = pa.table({"key": column, "place": np.arange(len(newest_first))})
     order = pc.sort_indices(

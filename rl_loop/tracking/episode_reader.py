@@ -24,7 +24,7 @@ from rl_loop.tracking.episode_files import (
     read_row_groups,
     read_vocabulary,
 )
-from rl_loop.tracking.episode_table import FIGURES, SCHEMA
+from rl_loop.tracking.episode_table import SCHEMA, SUMMARY_COLUMNS
 from rl_loop.tracking.run_directory import RunDirectoryError
 
 CACHED_SEARCHES = 8
@@ -53,8 +53,8 @@ class TextSearch:
 class _LoadedFile:
     file: EpisodeFile
     stamp: _Stamp
-    figures: pa.Table
-    """FIGURES columns of all rows."""
+    summary_table: pa.Table
+    """SUMMARY_COLUMNS columns of all rows."""
     row_ends: np.ndarray
     """int64 [row groups]: number of rows up to the end of each row group."""
 
@@ -62,8 +62,8 @@ class _LoadedFile:
 class EpisodeReader:
     """Episodes of one run. Threads may share it.
 
-    Columns of FIGURES stay in memory, about 200 bytes per episode. Tokens and text are read on
-    request.
+    Columns of SUMMARY_COLUMNS stay in memory, about 200 bytes per episode. Tokens and text are read
+    on request.
     """
 
     def __init__(self, directory: Path, *, skips_damaged: bool = False) -> None:
@@ -80,8 +80,8 @@ class EpisodeReader:
         self._files: list[_LoadedFile] = []
         self._vocabulary: list[str] = []
         self._searches: OrderedDict[str, dict[_RowGroup, np.ndarray]] = OrderedDict()
-        self.figures = FIGURES.empty_table()
-        """Columns of FIGURES at the last ``refresh``, oldest episode first."""
+        self.summary_table = SUMMARY_COLUMNS.empty_table()
+        """Columns of SUMMARY_COLUMNS at the last ``refresh``, oldest episode first."""
 
     @property
     def damages(self) -> list[str]:
@@ -89,7 +89,7 @@ class EpisodeReader:
         return sorted(set(self._damages.values()))
 
     def refresh(self) -> None:
-        """Read the figures of new files.
+        """Read the summary columns of new files.
 
         Raises:
             RunDirectoryError: if a file is damaged, unless damaged files are left out.
@@ -116,11 +116,13 @@ class EpisodeReader:
 
             if files != self._files:
                 self._files = files
-                tables = [loaded.figures for loaded in files]
-                self.figures = pa.concat_tables(tables) if tables else FIGURES.empty_table()
+                tables = [loaded.summary_table for loaded in files]
+                self.summary_table = (
+                    pa.concat_tables(tables) if tables else SUMMARY_COLUMNS.empty_table()
+                )
 
     def _load(self, file: EpisodeFile, stamp: _Stamp) -> _LoadedFile | None:
-        """Read the figures of a file. Returns None if it is damaged and left out."""
+        """Read the summary columns of a file. Returns None if it is damaged and left out."""
         if (file.path, stamp) in self._damages:
             return None
         try:
@@ -149,7 +151,7 @@ class EpisodeReader:
         """
         with self._lock:
             for loaded in self._files:
-                ids = loaded.figures.column("id").to_numpy()
+                ids = loaded.summary_table.column("id").to_numpy()
                 # Ids increase within a file.
                 row = int(np.searchsorted(ids, episode_id))
                 if row < len(ids) and ids[row] == episode_id:
@@ -214,7 +216,7 @@ class EpisodeReader:
                 found.append(hits[key])
                 first = int(loaded.row_ends[group - 1]) if group > 0 else 0
                 searched += int(loaded.row_ends[group]) - first
-        return TextSearch(np.concatenate(found), searched, self.figures.num_rows)
+        return TextSearch(np.concatenate(found), searched, self.summary_table.num_rows)
 
     def _scan(
         self, keys: list[_RowGroup], text: str, hits: dict[_RowGroup, np.ndarray], deadline: float
@@ -250,7 +252,10 @@ class EpisodeReader:
 
 
 def _load(file: EpisodeFile, stamp: _Stamp) -> _LoadedFile:
-    """Read the figures of a file. Raises RunDirectoryError if it is damaged or lacks columns."""
+    """Read the summary columns of a file.
+
+    Raises RunDirectoryError if it is damaged or lacks columns.
+    """
     with open_episode_file(file.path) as parquet:
         missing = sorted(set(SCHEMA.names) - set(parquet.schema_arrow.names))
     if missing:
@@ -258,10 +263,10 @@ def _load(file: EpisodeFile, stamp: _Stamp) -> _LoadedFile:
             f"{file.path}: columns are missing ({', '.join(missing)}). "
             "Move it away to continue without it"
         )
-    tables = list(read_row_groups(file.path, FIGURES.names))
+    tables = list(read_row_groups(file.path, SUMMARY_COLUMNS.names))
     rows = np.cumsum([table.num_rows for table in tables], dtype=np.int64)
-    figures = pa.concat_tables(tables) if tables else FIGURES.empty_table()
-    return _LoadedFile(file, stamp, figures.combine_chunks(), rows)
+    summary_table = pa.concat_tables(tables) if tables else SUMMARY_COLUMNS.empty_table()
+    return _LoadedFile(file, stamp, summary_table.combine_chunks(), rows)
 
 
 def _ids_with_text(path: Path, row_group: int, text: str) -> np.ndarray:

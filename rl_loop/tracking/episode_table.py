@@ -15,7 +15,7 @@ SPAN = pa.struct([("start", pa.int32()), ("end", pa.int32())])
 VERSION_SPAN = pa.struct([*SPAN, pa.field("version", pa.int32())])
 TURN = pa.struct([pa.field("role", pa.string()), *SPAN, pa.field("text", pa.string())])
 
-FIGURES = pa.schema(
+SUMMARY_COLUMNS = pa.schema(
     [
         # Unique in a run, and increasing. See ``episode_files.first_episode_id``.
         pa.field("id", pa.int64(), nullable=False),
@@ -79,7 +79,7 @@ CONTENTS = pa.schema(
 Lists of tokens are as long as ``token_ids``, with 0.0 for tokens that were not sampled.
 """
 
-SCHEMA = pa.schema([*FIGURES, *CONTENTS])
+SCHEMA = pa.schema([*SUMMARY_COLUMNS, *CONTENTS])
 
 ESTIMATES = ("advantages", "reference_log_probs", "values", "returns")
 """Columns copied from TrainingSamples under the same name."""
@@ -170,10 +170,10 @@ def episode_table(
         "id": pa.array(range(first_id, first_id + len(rows)), pa.int64()),
         "step": pa.array([row.step for row in rows], pa.int32()),
     }
-    for field in FIGURES:
+    for field in SUMMARY_COLUMNS:
         if field.name not in columns:
-            figure = FIGURE_OF[field.name]
-            columns[field.name] = pa.array([figure(row) for row in rows], field.type)
+            compute = COLUMN_FUNCTIONS[field.name]
+            columns[field.name] = pa.array([compute(row) for row in rows], field.type)
 
     for name in ("turns", "weight_versions", "spliced", "constrained"):
         spans = SPANS_OF[name]
@@ -303,7 +303,7 @@ def _expected_answer(row: _EpisodeRow) -> str | None:
     return None if expected is None else _utf8(expected)
 
 
-FIGURE_OF: dict[str, Callable[[_EpisodeRow], Any]] = {
+COLUMN_FUNCTIONS: dict[str, Callable[[_EpisodeRow], Any]] = {
     "split": lambda row: row.split,
     "group": lambda row: row.group,
     "sample": lambda row: row.sample,
@@ -327,7 +327,7 @@ FIGURE_OF: dict[str, Callable[[_EpisodeRow], Any]] = {
     "newest_version": lambda row: max(_versions(row), default=None),
     "log_prob_gap": _log_prob_gap,
 }
-"""Functions that compute the columns of FIGURES, except "id" and "step"."""
+"""Functions that compute the columns of SUMMARY_COLUMNS, except "id" and "step"."""
 
 
 # -- lists ----------------------------------------------------------------------------------------

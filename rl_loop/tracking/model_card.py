@@ -55,26 +55,26 @@ class ModelCardFacts:
 
 def write_model_card(run: RunDirectory, training: ModelCardFacts) -> None:
     """Write README.md into the export of a finished run. The run's summary must exist."""
-    figures = read_json(run.summary)
+    summary = read_json(run.summary)
     has_template = (run.export / "chat_template.jinja").exists()
-    atomic_write_text(run.export / "README.md", model_card(training, figures, has_template))
+    atomic_write_text(run.export / "README.md", model_card(training, summary, has_template))
 
 
-def model_card(training: ModelCardFacts, figures: Mapping[str, Any], has_template: bool) -> str:
+def model_card(training: ModelCardFacts, summary: Mapping[str, Any], has_template: bool) -> str:
     """Return the card in the format of the Hugging Face hub.
 
     Args:
         training: facts about the run.
-        figures: values of ``summary.json``.
+        summary: values of ``summary.json``.
         has_template: True if the export has a chat template.
     """
     header = yaml.safe_dump(_header(training), sort_keys=False).strip()
     sections = [
         f"---\n{header}\n---",
         f"# {training.name}",
-        _origin(training, figures.get(LOST_BY_MERGING)),
+        _origin(training, summary.get(LOST_BY_MERGING)),
         f"## Data\n\n{_data(training)}",
-        f"## Results\n\n{_table(figures)}",
+        f"## Results\n\n{_table(summary)}",
         f"## Serving\n\n{_serving(training, has_template)}",
     ]
     return "\n\n".join(sections) + "\n"
@@ -131,8 +131,8 @@ def _data(training: ModelCardFacts) -> str:
     return f"{training.data_kind}:\n\n```yaml\n{sources}\n```"
 
 
-def _table(figures: Mapping[str, Any]) -> str:
-    rows = [f"| {name} | {_figure(value)} |" for name, value in figures.items()]
+def _table(summary: Mapping[str, Any]) -> str:
+    rows = [f"| {name} | {_figure(value)} |" for name, value in summary.items()]
     return "\n".join(["| | |", "|---|---|", *rows])
 
 

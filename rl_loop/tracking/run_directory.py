@@ -168,14 +168,14 @@ class RunDirectory:
 
         A start that fails before the first step writes only files that are not.
         """
-        of_a_start = {
+        start_files = {
             self.config,
             self.inputs,
             self.metric_descriptions,
             self.tensorboard,
             self.rejected,
         }
-        return not of_a_start.issuperset(self.existing())
+        return not start_files.issuperset(self.existing())
 
     def append_rejections(self, records: Sequence[dict[str, Any]]) -> None:
         """Append rejected conversations."""
@@ -204,10 +204,10 @@ class RunDirectory:
             if number.isdecimal() and int(number) > step:
                 shutil.rmtree(directory, ignore_errors=True)
 
-    def write_summary(self, **figures: Any) -> None:
+    def write_summary(self, **values: Any) -> None:
         """Set values in summary.json and keep the others. Values must be JSON."""
         known = read_json(self.summary) if self.summary.exists() else {}
-        write_json(self.summary, known | figures, indent=2)
+        write_json(self.summary, known | values, indent=2)
 
 
 def check_start(path: Path | str, how: StartMode) -> RunDirectory:

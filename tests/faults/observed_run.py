@@ -265,7 +265,7 @@ class ObservedRun:
         reader = EpisodeReader(self.files.episodes)
         reader.refresh()
         trained: dict[int, Counter[str]] = {}
-        for row in reader.figures.to_pylist():
+        for row in reader.summary_table.to_pylist():
             if row["split"] != "train" or row["invalid"] is not None:
                 continue
             name = row["task_id"]

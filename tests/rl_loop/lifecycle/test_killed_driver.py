@@ -43,7 +43,7 @@ def trained_tasks(run: RunDirectory) -> dict[int, Counter[str]]:
     reader = EpisodeReader(run.episodes)
     reader.refresh()
     tasks: dict[int, Counter[str]] = {}
-    for row in reader.figures.to_pylist():
+    for row in reader.summary_table.to_pylist():
         if row["split"] == "train":
             updates = row["step"] - 1  # before the step
             assert updates - STALENESS <= row["oldest_version"] <= row["newest_version"] <= updates

@@ -46,7 +46,7 @@ def open_reader(directory: Path) -> EpisodeReader:
 
 
 def steps_in(directory: Path) -> list[int]:
-    steps: list[int] = open_reader(directory).figures.column("step").to_pylist()
+    steps: list[int] = open_reader(directory).summary_table.column("step").to_pylist()
     return steps
 
 
@@ -58,7 +58,7 @@ def test_recorded_episode_is_read_unchanged(tmp_path: Path) -> None:
     with EpisodeRecorder(tmp_path, VOCABULARY, "all") as recorder:
         recorder.record(3, [train_split(groups)])
     reader = open_reader(tmp_path)
-    ids = reader.figures.column("id").to_pylist()
+    ids = reader.summary_table.column("id").to_pylist()
     assert len(ids) == len(set(ids)) == 4
 
     original = groups[1].trajectories[0]
@@ -154,7 +154,7 @@ def test_limited_number_of_episodes_is_spread_over_the_tasks(
 ) -> None:
     with EpisodeRecorder(tmp_path, VOCABULARY, keep) as recorder:
         recorder.record(0, [train_split(groups_of_step(0, tasks=6))])
-    groups = open_reader(tmp_path).figures.column("group").to_pylist()
+    groups = open_reader(tmp_path).summary_table.column("group").to_pylist()
     assert len(groups) == recorded
     if keep == 3:
         assert groups == [0, 2, 4]
@@ -169,7 +169,7 @@ def test_many_small_files_are_merged_without_losing_episodes(tmp_path: Path) -> 
     assert names[:2] == ["000000-000031.parquet", "000032-000063.parquet"]
     assert len(names) == 2 + 6
     assert steps_in(tmp_path) == [step for step in range(70) for _ in range(4)]
-    ids = open_reader(tmp_path).figures.column("id").to_pylist()
+    ids = open_reader(tmp_path).summary_table.column("id").to_pylist()
     assert ids == sorted(set(ids))
 
 
@@ -208,7 +208,7 @@ def test_row_group_has_at_most_the_configured_tokens(
     assert sum(rows) == 14
     assert max(rows) <= 5
     reader = open_reader(tmp_path)
-    for episode_id in reader.figures.column("id").to_pylist():
+    for episode_id in reader.summary_table.column("id").to_pylist():
         episode = reader.read(episode_id)
         assert episode is not None and episode["id"] == episode_id
 
@@ -262,7 +262,7 @@ def test_resume_drops_later_steps_and_appends_to_the_others(tmp_path: Path) -> N
         assert steps_in(tmp_path) == [step for step in range(10) for _ in range(4)]
         recorder.record(10, [train_split(groups_of_step(10))])
     assert steps_in(tmp_path) == [step for step in range(11) for _ in range(4)]
-    ids = open_reader(tmp_path).figures.column("id").to_pylist()
+    ids = open_reader(tmp_path).summary_table.column("id").to_pylist()
     assert ids == sorted(set(ids))
 
 
@@ -286,7 +286,7 @@ with EpisodeRecorder(Path(sys.argv[1]), VOCABULARY, "all") as recorder:
 """
 
 
-def killed_while_recording(directory: Path, after: int) -> int:
+def record_until_killed(directory: Path, after: int) -> int:
     """Record in another process and kill it after a step.
 
     Returns:
@@ -310,7 +310,7 @@ def killed_while_recording(directory: Path, after: int) -> int:
 
 @pytest.mark.parametrize("after", [5, 31, 63])
 def test_killed_run_leaves_complete_steps_in_readable_files(tmp_path: Path, after: int) -> None:
-    last = killed_while_recording(tmp_path, after)
+    last = record_until_killed(tmp_path, after)
     recorded = steps_in(tmp_path)
     # The step in progress is recorded completely or not at all.
     assert recorded in (
@@ -369,7 +369,7 @@ def test_loop_records_every_episode_across_a_resume(tmp_path: Path) -> None:
         names = ["step", "split", "group", "sample", "task_id", "reward", "tokens"]
         names.append("newest_version")
         reader = open_reader(directory)
-        return reader.figures.select(names).to_pylist()
+        return reader.summary_table.select(names).to_pylist()
 
     whole = rows(run("whole", steps=4))
     run("cut", steps=2)
@@ -377,9 +377,11 @@ def test_loop_records_every_episode_across_a_resume(tmp_path: Path) -> None:
 
     episodes = tmp_path / "whole/episodes"
     is_train = [row["split"] == "train" for row in whole]
-    gaps = open_reader(episodes).figures.column("log_prob_gap").to_pylist()
+    gaps = open_reader(episodes).summary_table.column("log_prob_gap").to_pylist()
     assert [gap is not None for gap in gaps] == is_train
-    assert 0 < max(gap for gap in gaps if gap is not None) < 1e-4, "two computations of the same"
+    assert 0 < max(gap for gap in gaps if gap is not None) < 1e-4, (
+        "trainer and engine compute in different orders"
+    )
     entropy = [
         row
         for file in list_files(episodes)
@@ -389,14 +391,16 @@ def test_loop_records_every_episode_across_a_resume(tmp_path: Path) -> None:
 
     settings = config(tmp_path)
     truths = {task.task_id: task.ground_truth for task in build_tasks(settings).train(0, 3)}
-    expected = open_reader(episodes).figures.select(["task_id", "expected_answer"]).to_pylist()
+    expected = (
+        open_reader(episodes).summary_table.select(["task_id", "expected_answer"]).to_pylist()
+    )
     known = [row for row in expected if row["task_id"] in truths]
     assert known and all(row["expected_answer"] == truths[row["task_id"]] for row in known)
     assert all(row["expected_answer"] for row in expected)
 
     per_step = settings.rollout.tasks_per_step * settings.rollout.samples_per_task
-    of_training = [row["step"] for row in whole if row["split"] == "train"]
-    assert of_training == [step for step in range(1, 5) for _ in range(per_step)]
+    training_steps = [row["step"] for row in whole if row["split"] == "train"]
+    assert training_steps == [step for step in range(1, 5) for _ in range(per_step)]
     assert {row["step"] for row in whole if row["split"] == "held_out"} >= {0, 4}
     assert all(row["newest_version"] == row["step"] - 1 for row in whole if row["split"] == "train")
     assert all(row["newest_version"] == row["step"] for row in whole if row["split"] == "held_out")
@@ -405,14 +409,14 @@ def test_loop_records_every_episode_across_a_resume(tmp_path: Path) -> None:
 def test_groups_replaced_by_dynamic_sampling_are_recorded(tmp_path: Path) -> None:
     options = [*from_file(tmp_path, 60), "algorithm.dynamic_sampling_rounds=3", "training.steps=1"]
     settings = config(tmp_path, *options)
-    silent = build_tasks(settings).train(0, 1)[0].task_id
+    without_signal = build_tasks(settings).train(0, 1)[0].task_id
 
     class Rewards(LocalRollouts):
         """Rollouts in which all tasks except the first have different rewards."""
 
         def begin(self, admitted: AdmittedGroup) -> None:
-            is_silent = admitted.request.task.task_id == silent
-            rewards = (1.0,) if is_silent else (-1.0, 1.0)
+            is_without_signal = admitted.request.task.task_id == without_signal
+            rewards = (1.0,) if is_without_signal else (-1.0, 1.0)
             admitted.end(answered(admitted.request, 0, rewards))
 
     rollouts = Rewards(settings)
@@ -423,10 +427,12 @@ def test_groups_replaced_by_dynamic_sampling_are_recorded(tmp_path: Path) -> Non
         _, metrics = read_json_lines(loop.recorder.run.metrics)
     rollouts.close()
 
-    rows = open_reader(directory).figures.select(["split", "task_id", "advantage", "sample"])
+    rows = open_reader(directory).summary_table.select(["split", "task_id", "advantage", "sample"])
     replaced = [row for row in rows.to_pylist() if row["split"] == "replaced"]
     assert metrics["rollout/groups_replaced"] == 1
-    assert [row["task_id"] for row in replaced] == [silent] * settings.rollout.samples_per_task
+    assert [row["task_id"] for row in replaced] == [
+        without_signal
+    ] * settings.rollout.samples_per_task
     assert all(row["advantage"] is None for row in replaced)
 
 
@@ -442,10 +448,10 @@ def test_negative_tracking_episodes_is_rejected(tmp_path: Path) -> None:
 
 def test_refreshed_reader_finds_and_searches_new_episodes(tmp_path: Path) -> None:
     reader = open_reader(tmp_path / "episodes")
-    assert reader.figures.num_rows == 0
+    assert reader.summary_table.num_rows == 0
     record_steps(tmp_path / "episodes", range(3))
     reader.refresh()
-    assert reader.figures.num_rows == 12
+    assert reader.summary_table.num_rows == 12
 
     search = reader.search("THE ANSWER IS 5", seconds=10)
     assert (len(search.ids), search.searched, search.of) == (6, 12, 12)
@@ -504,7 +510,7 @@ def test_search_out_of_time_continues_in_the_next_call(tmp_path: Path) -> None:
 def test_repeated_search_finds_text_of_the_oldest_episodes(tmp_path: Path) -> None:
     record_steps(tmp_path, range(5))
     reader = open_reader(tmp_path)
-    oldest = [row["id"] for row in reader.figures.to_pylist() if row["step"] == 0]
+    oldest = [row["id"] for row in reader.summary_table.to_pylist() if row["step"] == 0]
     for _ in range(5):
         found = reader.search("print(2", seconds=0)
     assert set(oldest) <= set(found.ids.tolist())

@@ -138,7 +138,7 @@ def tasks_by_step(settings: RlConfig, resume: bool = False) -> list[list[str]]:
         loop.recorder.finish_writing()
         reader = EpisodeReader(loop.recorder.run.episodes)
         reader.refresh()
-        records = reader.figures.select(["split", "step", "task_id"]).to_pylist()
+        records = reader.summary_table.select(["split", "step", "task_id"]).to_pylist()
     rollouts.close()
     of_step: dict[int, set[str]] = {}
     for record in records:
