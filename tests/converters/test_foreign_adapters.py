@@ -8,8 +8,8 @@ from __future__ import annotations
 import json
 import math
 import re
-import shutil
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -42,14 +42,14 @@ def base(tmp_path: Path, weights: Weights) -> Path:
     return save_hf(tmp_path / "base", weights)
 
 
-def changed_weights(base: Path, merged: Path) -> Weights:
+def weight_updates(base: Path, merged: Path) -> Weights:
     """Return the difference that a merge made, for each changed tensor."""
     before, after = HfDirectory(base), HfDirectory(merged)
     differences = {name: after.get(name) - before.get(name) for name in hf_shapes(TINY)}
     return {name: update for name, update in differences.items() if update.any()}
 
 
-def products(adapter: Path) -> Weights:
+def lora_products(adapter: Path) -> Weights:
     """Return B A of the attention adapters by Hugging Face weight name."""
     tensors = load_file(adapter / "adapter_model.safetensors")
     result = {}
@@ -60,42 +60,40 @@ def products(adapter: Path) -> Weights:
     return result
 
 
-SETTINGS: dict[str, tuple[list[str], list[int], dict[str, Any], Callable[[str], float]]] = {
-    "plain": (["q_proj", "k_proj"], [0, 1], {}, lambda name: 2.0),
-    "layers_to_transform": (["q_proj"], [1], {"layers_to_transform": [1]}, lambda name: 2.0),
-    "one layer as a number": (["q_proj"], [0], {"layers_to_transform": 0}, lambda name: 2.0),
-    "layers_pattern": (
-        ["q_proj"],
-        [1],
-        {"layers_to_transform": [1], "layers_pattern": "layers"},
-        lambda name: 2.0,
+@dataclass(frozen=True)
+class PeftCase:
+    """Adapter with settings of PEFT, and the updates that PEFT makes with it."""
+
+    modules: list[str]
+    layers: list[int]
+    settings: dict[str, Any]
+    scale: Callable[[str], float] = lambda name: 2.0
+    """Expected factor of B A, by Hugging Face weight name."""
+
+
+SETTINGS = {
+    "plain": PeftCase(["q_proj", "k_proj"], [0, 1], {}),
+    "layers_to_transform": PeftCase(["q_proj"], [1], {"layers_to_transform": [1]}),
+    "one layer as a number": PeftCase(["q_proj"], [0], {"layers_to_transform": 0}),
+    "layers_pattern": PeftCase(
+        ["q_proj"], [1], {"layers_to_transform": [1], "layers_pattern": "layers"}
     ),
-    "exclude_modules": (
+    "exclude_modules": PeftCase(
         ["q_proj"],
         [0, 1],
         {"target_modules": ["q_proj", "k_proj"], "exclude_modules": ["k_proj"]},
-        lambda name: 2.0,
     ),
-    "exclude_modules as a pattern": (
-        ["q_proj"],
-        [1],
-        {"exclude_modules": r"model\.layers\.0\..*"},
-        lambda name: 2.0,
+    "exclude_modules as a pattern": PeftCase(
+        ["q_proj"], [1], {"exclude_modules": r"model\.layers\.0\..*"}
     ),
-    "modules of one layer": (
-        ["v_proj"],
-        [1],
-        {"target_modules": ["layers.1.self_attn.v_proj"]},
-        lambda name: 2.0,
+    "modules of one layer": PeftCase(
+        ["v_proj"], [1], {"target_modules": ["layers.1.self_attn.v_proj"]}
     ),
-    "target_modules as a pattern": (
-        ["q_proj", "o_proj"],
-        [1],
-        {"target_modules": r".*\.1\.self_attn\.(q|o)_proj"},
-        lambda name: 2.0,
+    "target_modules as a pattern": PeftCase(
+        ["q_proj", "o_proj"], [1], {"target_modules": r".*\.1\.self_attn\.(q|o)_proj"}
     ),
-    "rsLoRA": (["q_proj"], [0, 1], {"use_rslora": True}, lambda name: 8 / math.sqrt(4)),
-    "alpha_pattern": (
+    "rsLoRA": PeftCase(["q_proj"], [0, 1], {"use_rslora": True}, lambda name: 8 / math.sqrt(4)),
+    "alpha_pattern": PeftCase(
         ["q_proj", "k_proj"],
         [0, 1],
         {"alpha_pattern": {"layers.1.self_attn.k_proj": 3}},
@@ -106,14 +104,18 @@ SETTINGS: dict[str, tuple[list[str], list[int], dict[str, Any], Callable[[str], 
 
 @pytest.mark.parametrize("name", SETTINGS)
 def test_merge_reads_settings_as_peft_does(name: str, base: Path, tmp_path: Path) -> None:
-    modules, layers, settings, scale = SETTINGS[name]
-    adapter = write_adapter(tmp_path / "adapter", TINY, modules, layers, settings=settings)
+    case = SETTINGS[name]
+    adapter = write_adapter(
+        tmp_path / "adapter", TINY, case.modules, case.layers, settings=case.settings
+    )
     merge_adapter(base, adapter, tmp_path / "out", "fp32")
-    expected = products(adapter)
-    found = changed_weights(base, tmp_path / "out")
-    assert set(found) == set(expected)
+    expected = lora_products(adapter)
+    updates = weight_updates(base, tmp_path / "out")
+    assert set(updates) == set(expected)
     for weight, product in expected.items():
-        torch.testing.assert_close(found[weight], scale(weight) * product, atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(
+            updates[weight], case.scale(weight) * product, atol=1e-5, rtol=1e-5
+        )
 
 
 def test_rank_stabilized_adapter_trains_on_with_the_same_scale(base: Path, tmp_path: Path) -> None:
@@ -137,7 +139,7 @@ def test_import_of_adapter_of_some_layers_names_the_reason(base: Path, tmp_path:
 def write_expert_adapter(
     path: Path,
     layers: list[int],
-    exchanged: bool,
+    swapped: bool,
     rank: int = 2,
     matrices: Sequence[str] = ("gate_up_proj", "down_proj"),
     model: GptOssModelConfig = TINY,
@@ -156,7 +158,7 @@ def write_expert_adapter(
             inputs, outputs = widths[matrix]
             a = 0.2 * torch.randn(TINY.num_experts, rank, inputs, generator=generator)
             b = 0.2 * torch.randn(TINY.num_experts, outputs, rank, generator=generator)
-            if exchanged:
+            if swapped:
                 a, b = b.mT, a.mT
             name = f"{PREFIX}.{layer}.mlp.experts.{inner}lora_"
             tensors[f"{name}A.weight"] = a.flatten(0, 1).contiguous()
@@ -169,15 +171,15 @@ def write_expert_adapter(
     return path
 
 
-@pytest.mark.parametrize("exchanged", [False, True])
+@pytest.mark.parametrize("swapped", [False, True])
 def test_experts_of_some_layers_are_merged_in_both_layouts(
-    exchanged: bool, base: Path, tmp_path: Path
+    swapped: bool, base: Path, tmp_path: Path
 ) -> None:
     """peft 0.19 and later swaps A and B of experts if transformers is version 4."""
-    adapter = write_expert_adapter(tmp_path / "adapter", [1], exchanged)
+    adapter = write_expert_adapter(tmp_path / "adapter", [1], swapped)
     merge_adapter(base, adapter, tmp_path / "out", "fp32")
-    found = changed_weights(base, tmp_path / "out")
-    assert set(found) == {GATE_UP.format(1), DOWN.format(1)}
+    updates = weight_updates(base, tmp_path / "out")
+    assert set(updates) == {GATE_UP.format(1), DOWN.format(1)}
 
     tensors = load_file(adapter / "adapter_model.safetensors")
     for inner, name in (("base_layer.", GATE_UP), ("", DOWN)):
@@ -185,29 +187,29 @@ def test_experts_of_some_layers_are_merged_in_both_layouts(
         b = tensors[f"{PREFIX}.1.mlp.experts.{inner}lora_B.weight"]
         b = b.view(len(b), 2, TINY.num_experts)
         # PEFT's get_delta_weight, for parameters that are [experts, in, out]
-        formula = "ore,eri->eoi" if exchanged else "ore,eri->eio"
+        formula = "ore,eri->eoi" if swapped else "ore,eri->eio"
         update = 2.0 * torch.einsum(formula, b, a)
-        torch.testing.assert_close(found[name.format(1)], update, atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(updates[name.format(1)], update, atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("exchanged", [False, True])
+@pytest.mark.parametrize("swapped", [False, True])
 @pytest.mark.parametrize("matrix", ["gate_up_proj", "down_proj"])
 def test_one_matrix_of_experts_is_merged(
-    matrix: str, exchanged: bool, base: Path, tmp_path: Path
+    matrix: str, swapped: bool, base: Path, tmp_path: Path
 ) -> None:
     """PEFT's target_parameters may name one of the two matrices, without an inner base_layer."""
-    adapter = write_expert_adapter(tmp_path / "adapter", [1], exchanged, matrices=[matrix])
+    adapter = write_expert_adapter(tmp_path / "adapter", [1], swapped, matrices=[matrix])
     merge_adapter(base, adapter, tmp_path / "out", "fp32")
-    found = changed_weights(base, tmp_path / "out")
+    updates = weight_updates(base, tmp_path / "out")
     name = {"gate_up_proj": GATE_UP, "down_proj": DOWN}[matrix].format(1)
-    assert set(found) == {name}
+    assert set(updates) == {name}
 
     tensors = load_file(adapter / "adapter_model.safetensors")
     a = tensors[f"{PREFIX}.1.mlp.experts.lora_A.weight"].view(TINY.num_experts, 2, -1)
     b = tensors[f"{PREFIX}.1.mlp.experts.lora_B.weight"]
-    formula = "ore,eri->eoi" if exchanged else "ore,eri->eio"
+    formula = "ore,eri->eoi" if swapped else "ore,eri->eio"
     update = 2.0 * torch.einsum(formula, b.view(len(b), 2, TINY.num_experts), a)
-    torch.testing.assert_close(found[name], update, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(updates[name], update, atol=1e-5, rtol=1e-5)
 
     with pytest.raises(
         ConversionError, match=rf"only {matrix} of the experts in layer 1.*both matrices or none"
@@ -218,9 +220,9 @@ def test_one_matrix_of_experts_is_merged(
 def test_square_matrix_of_experts_alone_is_rejected(tmp_path: Path) -> None:
     """In the released models, down_proj is 2880 x 2880, so A and B have the same shape."""
     square = TINY.model_copy(update={"intermediate_size": TINY.hidden_size})
-    for exchanged in (False, True):
-        path = tmp_path / str(exchanged)
-        write_expert_adapter(path, [0, 1], exchanged, matrices=["down_proj"], model=square)
+    for swapped in (False, True):
+        path = tmp_path / str(swapped)
+        write_expert_adapter(path, [0, 1], swapped, matrices=["down_proj"], model=square)
         with pytest.raises(ConversionError, match=r"only down_proj of the experts.*exchanged"):
             PeftDirectory(path, square)
 
@@ -327,7 +329,7 @@ def test_report_measures_bf16_error_of_a_peft_update(
     merged, before = HfDirectory(tmp_path / "out"), HfDirectory(base)
     error = 0.0
     size = 0.0
-    for name, product in products(adapter).items():
+    for name, product in lora_products(adapter).items():
         # The training uses bf16, so the base is rounded to bf16 first.
         start = before.get(name).bfloat16().double()
         update = 2.0 * product.double()
@@ -394,4 +396,3 @@ def test_adapter_that_is_not_finite_is_named(base: Path, tmp_path: Path) -> None
         merge_adapter(base, adapter, tmp_path / "out", "fp32")
     with pytest.raises(ConversionError, match=named):
         import_adapter(adapter, tmp_path / "out", base)
-    shutil.rmtree(adapter)

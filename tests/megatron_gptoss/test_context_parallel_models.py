@@ -41,9 +41,10 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "context 2, expert 4": {"context": 2, "expert": 4},
     "context 2, pipeline 2": {"context": 2, "pipeline": 2},
 }
-# the segments of four ranks are shorter than this window, and those of two ranks are longer
 WINDOWED: GptOssModelConfig = TINY.model_copy(update={"sliding_window": 16})
-FORCED = {"context_scheme_full": "all_gather", "context_scheme_window": "halo"}
+"""A rank's part of a sequence is shorter than the window with 4 ranks, and longer with 2."""
+FIXED_SCHEMES = {"context_scheme_full": "all_gather", "context_scheme_window": "halo"}
+"""Schemes of layouts that name none. ``auto`` could choose another scheme for each layout."""
 
 
 def gradients(
@@ -54,6 +55,7 @@ def gradients(
     try:
         model = build_model(WINDOWED, parallel, dtype)
         load_hf_weights(model, WINDOWED, hf_model(WINDOWED, std=0.15).state_dict().__getitem__)
+        # No clipping, because the gradients themselves are compared.
         trainer = PolicyTrainer(model, OptimizerConfig(clip_grad=1e9))
         batches = local_batches(SAMPLES, 256, parallel)
         tokens = int(SAMPLES.loss_tokens.sum())
@@ -62,10 +64,12 @@ def gradients(
             for sample_id in batch.sample_ids[batch.sample_ids >= 0].unique().tolist():
                 scores[sample_id] = values[batch.sample_ids == sample_id]
         step = trainer.train_step(batches, mean_cross_entropy(tokens), learning_rate=1e-9)
+        # Replace the weights by their gradients, so that the export writes gradients under Hugging
+        # Face names.
         for parameter in model.parameters():
             parameter.data = parameter.main_grad.clone()
-        named = {name: tensor.clone() for name, tensor in export_hf_weights(model, WINDOWED)}
-        return {"gradients": named, "scores": scores, "loss": step.sums["loss"]}
+        exported = {name: tensor.clone() for name, tensor in export_hf_weights(model, WINDOWED)}
+        return {"gradients": exported, "scores": scores, "loss": step.sums["loss"]}
     finally:
         distributed.shutdown()
 
@@ -73,7 +77,7 @@ def gradients(
 def every_layout(rank: int, ports: list[int]) -> dict[str, Any]:
     torch.set_num_threads(1)
     return {
-        name: gradients(ParallelConfig(world_size=4, **(FORCED | layout)), rank, port)
+        name: gradients(ParallelConfig(world_size=4, **(FIXED_SCHEMES | layout)), rank, port)
         for (name, layout), port in zip(LAYOUTS.items(), ports, strict=True)
     }
 
