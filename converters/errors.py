@@ -23,12 +23,15 @@ class GatheringAbortedError(RuntimeError):
 
 
 class GatheringError(RuntimeError):
-    """A message of weights between ranks failed. These ranks can exchange no more messages."""
+    """Sending weights between ranks failed. The process group can no longer be used."""
 
 
 @contextmanager
 def name_file_in_errors(path: Path) -> Iterator[None]:
-    """Add ``path`` to an OSError from inside: reads of an open file raise errors without it."""
+    """Set the file name of an OSError that the block raises.
+
+    Errors of reading an open file do not contain it.
+    """
     try:
         yield
     except OSError as error:
@@ -54,7 +57,8 @@ def check_directory_exists(path: Path, expected: str) -> None:
     """
     if path.is_dir():
         return
-    # Replacing a directory renames the old one first, so a kill in between leaves only that one.
+    # Replacing a directory renames the old version first. A process that is killed between the two
+    # renames leaves only the old version, under another name.
     old = old_name(path)
     if old.is_dir():
         raise ConversionError(

@@ -149,7 +149,7 @@ class AdapterMapping:
 
         # Only B has the outputs. Megatron has all gates first, Hugging Face alternates.
         if self.kind == "gate_up":
-            b = torch.stack([interleave_gate_up(of_expert) for of_expert in b])
+            b = torch.stack([interleave_gate_up(expert_b) for expert_b in b])
 
         # [experts, out, rank] -> [out, rank, experts]
         return a.flatten(0, 1), b.permute(1, 2, 0).flatten(1).contiguous()
@@ -172,7 +172,7 @@ class AdapterMapping:
             a, b = b.mT.contiguous(), a.mT.contiguous()
         # After the exchange, because only now B has the outputs.
         if self.kind == "gate_up":
-            b = torch.stack([separate_gate_up(of_expert) for of_expert in b])
+            b = torch.stack([separate_gate_up(expert_b) for expert_b in b])
         return a, b
 
 
@@ -429,12 +429,12 @@ class PeftDirectory:
         Raises:
             ConversionError: if there is only one of the two matrices, and it is square.
         """
-        of_experts = [mapping for mapping in mappings if mapping.experts is not None]
-        if of_experts and all(len(set(mapping.shape)) == 1 for mapping in of_experts):
+        expert_mappings = [mapping for mapping in mappings if mapping.experts is not None]
+        if expert_mappings and all(len(set(mapping.shape)) == 1 for mapping in expert_mappings):
             raise ConversionError(
                 f"{self._settings.file}: target_parameters has only "
-                f"{_PARAMETERS[of_experts[0].kind]} of the experts. It is square "
-                f"({of_experts[0].shape[0]}), so its shape does not show whether A and B are "
+                f"{_PARAMETERS[expert_mappings[0].kind]} of the experts. It is square "
+                f"({expert_mappings[0].shape[0]}), so its shape does not show whether A and B are "
                 "exchanged, as written by peft 0.19 and later with transformers 4. Merge the "
                 "adapter with PEFT"
             )

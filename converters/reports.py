@@ -155,12 +155,12 @@ class MergeRoundingError:
     def __str__(self) -> str:
         # A ratio to an update of zero would be infinite and tell nothing.
         if self.squared_update == 0:
-            of_the_update = "the update is 0"
+            update_share = "the update is 0"
         else:
-            of_the_update = f"{self.relative_to_update:.3g} of the update"
+            update_share = f"{self.relative_to_update:.3g} of the update"
         changed = self.changed / max(1, self.values)
         return (
-            f"relative error {self.relative:.3g}, {of_the_update}, {changed:.1%} of the values "
+            f"relative error {self.relative:.3g}, {update_share}, {changed:.1%} of the values "
             "changed"
         )
 

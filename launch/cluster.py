@@ -60,7 +60,7 @@ class ClusterConfig(StrictModel):
     engine_python: str | None = None
     """Interpreter on the nodes that has SGLang, as printed by ``gptoss doctor --install-engine``.
     It overrides ``rollout.engine.python`` of the run's file, but not of the command line. null:
-    that of the run."""
+    the interpreter of the run's configuration."""
     nodes: int = Field(1, gt=0)
     """Nodes for trainer ranks and, without rollout_nodes, for rollout workers."""
     rollout_nodes: int = Field(0, ge=0)
@@ -120,7 +120,7 @@ class ClusterConfig(StrictModel):
 
     @model_validator(mode="after")
     def _check_fields_together(self) -> Self:
-        # The working directory of a job is not that of the user.
+        # A job has another working directory than the user.
         if self.kind == "slurm" and not self.shared_dir.is_absolute():
             raise ValueError(
                 f"shared_dir ({self.shared_dir}) must be an absolute path on the cluster",

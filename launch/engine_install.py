@@ -139,7 +139,7 @@ def this_machine(directory: Path) -> WheelPlatform:
         major, minor = version.split(".")[:2]
         glibc = (int(major), int(minor))
 
-    # The free space of a directory that does not exist is that of its nearest existing parent.
+    # A directory that does not exist yet will use the free space of its nearest existing parent.
     parent = directory
     while not parent.exists():
         parent = parent.parent

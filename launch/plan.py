@@ -147,8 +147,8 @@ def predict_update(
 
     Args:
         inputs: model, layout and batch.
-        sequences: number of sequences per update; None for that of ``inputs``. Supervised runs do
-            not have it in ``inputs``, because their memory does not depend on it.
+        sequences: number of sequences per update; None: the number of ``inputs``. Supervised runs
+            do not have it in ``inputs``, because their memory does not depend on it.
         shared: prompts that sequences share; None if every sequence is computed whole.
     """
     parallel = inputs.parallel

@@ -90,10 +90,10 @@ class EpisodeTerminal:
         cause = failure.__cause__
         frames = traceback.extract_tb(cause.__traceback__) if cause is not None else []
         # The loop's own frames say nothing about the mistake.
-        of_author = [frame for frame in frames if not frame.filename.startswith(LOOP)]
-        if of_author:
+        author_frames = [frame for frame in frames if not frame.filename.startswith(LOOP)]
+        if author_frames:
             self._console.print()
-        for frame in of_author:
+        for frame in author_frames:
             place = f"{_short(frame.filename)}:{frame.lineno} in {frame.name}"
             self._print(f"  {place}: {frame.line}")
 

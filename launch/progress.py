@@ -47,9 +47,9 @@ def format_seconds(seconds: float) -> str:
 def format_metrics(values: dict[str, float]) -> str:
     """Format the metrics that are in SHOWN, on one line."""
     shown = []
-    for name, (label, form) in SHOWN.items():
+    for name, (label, number_format) in SHOWN.items():
         if name in values:
-            shown.append(f"{label} {form.format(values[name])}")
+            shown.append(f"{label} {number_format.format(values[name])}")
     return "  ".join(shown)
 
 

@@ -13,5 +13,5 @@ def named_generator(seed: int, name: str) -> torch.Generator:
         name: name of the tensor in the whole model.
     """
     digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
-    # manual_seed accepts 63 bits.
+    # 63 bits, so that the seed also fits a signed 64-bit integer.
     return torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)

@@ -29,7 +29,8 @@ class OffloadedState:
 
         Args:
             optimizer: chain of Megatron optimizers.
-            fraction: fraction of the parameters whose state is offloaded, from 0 to 1.
+            fraction: fraction of the elements of each chained optimizer whose state is offloaded,
+                from 0 to 1. Rounded up to whole parameters.
             part_elements: maximum elements per part, see PART_ELEMENTS.
         """
         self._host: dict[tuple[torch.Tensor, str], torch.Tensor] = {}
@@ -48,7 +49,10 @@ class OffloadedState:
                 self._step_in_parts(inner, _split(offloaded, part_elements))
 
     def offload(self, parameter: torch.Tensor) -> None:
-        """Move the state of a parameter [...] of any dtype to the host, if it is offloaded."""
+        """Copy the optimizer state of ``parameter`` (any shape and dtype) to the host.
+
+        Does nothing if its state is not offloaded.
+        """
         inner = self._optimizer_of.get(parameter)
         if inner is None:
             return
@@ -93,7 +97,8 @@ class OffloadedState:
 
     def _step_in_parts(self, inner: Any, parts: Sequence[Sequence[torch.Tensor]]) -> None:
         """Change ``inner.step`` to update the state on the GPU first, and then each part."""
-        # An attribute of the instance hides the method of the class.
+        # Megatron calls ``inner.step()`` without a closure and does not use its result, so the
+        # replacement needs neither. Set on the instance, it hides the method of the class.
         step = inner.step
 
         def step_in_parts() -> None:
@@ -151,7 +156,7 @@ def _set_count(group: dict[str, Any], count: Any) -> None:
 
 
 def _first_parameters(inner: Any, fraction: float) -> list[torch.Tensor]:
-    """Return the first parameters that together have ``fraction`` of all elements."""
+    """Return the first parameters that together have at least ``fraction`` of all elements."""
     parameters: list[torch.Tensor] = []
     for group in inner.param_groups:
         parameters += group["params"]

@@ -281,15 +281,15 @@ def _gather_unequal(shard: Tensor, batch: PackedBatch, group: dist.ProcessGroup)
     ]
     # Ranks have equally many tokens, but these predict different numbers of labels. Messages of a
     # collective have equal sizes.
-    most = max(len(of_rank) for of_rank in labels)
+    most = max(len(rank_labels) for rank_labels in labels)
     padded = shard.new_zeros(most, *shard.shape[1:])
     padded[: len(shard)] = shard
     gathered = [torch.empty_like(padded) for _ in labels]
     dist.all_gather(gathered, padded, group=group)
 
     row = shard.new_empty(len(batch.labels), *shard.shape[1:])
-    for of_rank, values in zip(labels, gathered, strict=True):
-        row[of_rank] = values[: len(of_rank)]
+    for rank_labels, values in zip(labels, gathered, strict=True):
+        row[rank_labels] = values[: len(rank_labels)]
     return row
 
 

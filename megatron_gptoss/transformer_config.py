@@ -50,7 +50,7 @@ class PolicyTransformerConfig(TransformerConfig):
     sink_gradient: bool = True
     """False sets the gradient of the sinks to 0."""
     sink_backward: bool = True
-    """False replaces the backward pass by that of attention without sinks."""
+    """False replaces the backward pass by the backward pass of attention without sinks."""
 
     @property
     def trained_quantization(self) -> Quantization | None:

@@ -147,15 +147,15 @@ class CircuitBreaker:
 
         causes = []
         for component, count in components.most_common():
-            of_component = [failure for failure in failures if failure.component == component]
+            component_failures = [failure for failure in failures if failure.component == component]
             # Name the most frequent source and its most frequent reason, because the first ones may
             # be rare.
-            failure_sources = Counter(failure.failure_source for failure in of_component)
+            failure_sources = Counter(failure.failure_source for failure in component_failures)
             failure_source, times = failure_sources.most_common(1)[0]
 
             reasons = Counter(
                 failure.reason
-                for failure in of_component
+                for failure in component_failures
                 if failure.failure_source == failure_source
             )
             reason, _ = reasons.most_common(1)[0]

@@ -150,8 +150,8 @@ class CheckpointWriter:
         # Clear it first: if completing fails, the next call must not raise the same error again.
         save = self._pending
         self._pending = None
-        unread = 0 if self._reader is None else self._reader.wait()
-        save.complete(self._keep + unread)
+        unverified = 0 if self._reader is None else self._reader.wait()
+        save.complete(self._keep + unverified)
         if self._reader is not None:
             self._reader.read(save.final)
 
@@ -236,14 +236,14 @@ class _PendingSave:
             self._discard_results()
             raise
 
-        of_ranks: list[dict[str, FileChecksum]] = [{}] * dist.get_world_size()
-        dist.all_gather_object(of_ranks, own)
+        rank_checksums: list[dict[str, FileChecksum]] = [{}] * dist.get_world_size()
+        dist.all_gather_object(rank_checksums, own)
 
         # All tensor files and the metadata exist. The files that make the directory complete are
         # written last.
         with fail_together(self.partial):
             if dist.get_rank() == 0:
-                self.seal(ChainMap(*of_ranks))
+                self.seal(ChainMap(*rank_checksums))
                 publish(self.final, keep)
 
     def seal(self, known: Mapping[str, FileChecksum]) -> None:

@@ -261,7 +261,7 @@ def _plan(layout: ContextLayout, rank: int, window: int, device: torch.device) -
     # Tokens that each rank needs, as positions in `token_order`. position // share is the owner.
     # Every rank derives them from the layout, so no messages about sizes are necessary.
     halos = [_halos(layout, other, window) for other in range(layout.size)]
-    needed = [_concatenate(of_rank) for of_rank in halos]
+    needed = [_concatenate(rank_halos) for rank_halos in halos]
     sent = [tokens[tokens // share == rank] - rank * share for tokens in needed]
     owners = needed[rank] // share
 

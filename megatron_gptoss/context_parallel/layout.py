@@ -113,7 +113,7 @@ class ContextLayout:
         if window is None:
             return total
 
-        # Subtract the keys before the window. Their number is that of the keys which the queries
+        # Subtract the keys before the window. They are as many as the keys which the queries
         # would see without a window if they were `window` positions earlier.
         invisible = 0
         for span in self.spans[rank]:

@@ -36,7 +36,7 @@ def merge(
         a: [..., rank, in].
         b: [..., out, rank].
         scale: scale of the update.
-        dtype: data type of the result; None for that of ``weight``.
+        dtype: data type of the result; None: the dtype of ``weight``.
         out: [..., out, in] of that dtype, contiguous. Receives the result; None to allocate it.
 
     Returns:
@@ -133,7 +133,7 @@ def merge_in_pieces(
         a: [rank, in].
         b: [out, rank].
         scale: scale of the update.
-        dtype: data type of the result; None for that of ``weight``.
+        dtype: data type of the result; None: the dtype of ``weight``.
 
     Returns:
         [out, in].

@@ -263,10 +263,10 @@ def _weight_gradients(
     add_outer_products(grad, x, row_counts, buffers)
     # Megatron's hooks need a gradient to exist, but do not read it. All placeholders share memory.
     # Each is detached, which makes it a separate tensor object, so autograd does not copy it.
-    unread = torch.empty_like(weights[0])
+    placeholder = torch.empty_like(weights[0])
     for weight in weights:
         set_distribution(weight, grad_added_to_main_grad=True)
-    return [unread.detach() for _ in weights]
+    return [placeholder.detach() for _ in weights]
 
 
 def _gradient_buffer(weight: Tensor) -> Tensor | None:

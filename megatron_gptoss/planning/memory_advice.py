@@ -285,9 +285,9 @@ def _phase_table(estimate: MemoryEstimate) -> list[str]:
     lines = ["  phase         " + "".join(f"{column:>10}" for column in columns) + "  GB"]
     for phase in estimate.phases:
         sizes = (phase.trainer, phase.engine, phase.overhead, phase.total)
-        figures = "".join(f"{size / 1e9:10.1f}" for size in sizes)
+        cells = "".join(f"{size / 1e9:10.1f}" for size in sizes)
         mark = "  <- peak" if phase == estimate.peak else ""
-        lines.append(f"  {phase.name:14}{figures}{mark}")
+        lines.append(f"  {phase.name:14}{cells}{mark}")
     return lines
 
 

@@ -65,13 +65,13 @@ def adapter_parameters_per_gpu(
         stage: index of the pipeline stage.
     """
     layers = parallel.layers_of_stage(stage, model)
-    of_layer, of_expert = adapter.layer_parameters(model, parallel.tensor)
-    dense = layers * of_layer
+    layer_parameters, expert_parameters = adapter.layer_parameters(model, parallel.tensor)
+    dense = layers * layer_parameters
     if stage == 0:
         dense += adapter.vocabulary_parameters(model, "embedding", parallel.tensor)
     if stage == parallel.pipeline - 1:
         dense += adapter.vocabulary_parameters(model, "head", parallel.tensor)
-    return dense, layers * model.num_experts / parallel.expert * of_expert
+    return dense, layers * model.num_experts / parallel.expert * expert_parameters
 
 
 def vocabulary_parameters(model: ModelConfig, parallel: ParallelConfig) -> float:

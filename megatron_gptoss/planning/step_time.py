@@ -297,7 +297,7 @@ def _factor_seconds(
     local_tokens: float,
 ) -> float:
     """Return the seconds for narrow products with A and B of one layer, per micro-batch."""
-    # dB = dY^T (x A^T) and dA = (dY B)^T x are narrow products. Their time is that of reading x
+    # dB = dY^T (x A^T) and dA = (dY B)^T x are narrow products. They take the time to read x
     # twice and dY twice.
     if adapter is None:
         return 0.0

@@ -40,12 +40,12 @@ def arriving_bytes(inputs: MemoryInputs) -> float:
     assert inputs.engine is not None
     model = inputs.model
 
-    of_experts = 0.0
+    expert_bytes = 0.0
     if inputs.parallel.expert > 1:
-        of_experts = 2 * 2 * model.intermediate_size * model.hidden_size
+        expert_bytes = 2 * 2 * model.intermediate_size * model.hidden_size
         if inputs.engine.has_mxfp4_experts:
-            of_experts = STACK_BYTES
-    return max(of_experts, _split_vocabulary_bytes(inputs))
+            expert_bytes = STACK_BYTES
+    return max(expert_bytes, _split_vocabulary_bytes(inputs))
 
 
 def _split_vocabulary_bytes(inputs: MemoryInputs) -> float:

@@ -77,17 +77,17 @@ def sample_weights(
         [0.5, 0.5]
     """
     tokens = tokens.double()
-    of_episode = tokens
+    episode_tokens = tokens
     count = (tokens > 0).sum().clamp(min=1)
     if episodes is not None and len(episodes) > 0:
         # Samples of one episode share a divisor, so branching does not raise its weight.
         sums = torch.zeros(int(episodes.max()) + 1, dtype=torch.float64)
         sums.index_add_(0, episodes, tokens)
-        of_episode = sums[episodes]
+        episode_tokens = sums[episodes]
         count = (sums > 0).sum().clamp(min=1)
     divisors = {
         "token-mean": tokens.sum().clamp(min=1),
-        "seq-mean-token-mean": count * of_episode.clamp(min=1),
+        "seq-mean-token-mean": count * episode_tokens.clamp(min=1),
         "seq-mean-token-sum": count,
         "seq-mean-token-sum-norm": count * constant,
     }

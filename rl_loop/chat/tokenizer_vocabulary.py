@@ -30,11 +30,11 @@ class TokenizerError(UserError, ValueError):
 class TokenizerVocabulary:
     """Ids of a Hugging Face tokenizer. A subclass adds the tokens of a chat format."""
 
-    required: Collection[str]
+    required_tokens: Collection[str]
     """Names of the added tokens that the chat format needs."""
-    stop_tokens: Collection[str]
+    stop_token_names: Collection[str]
     """Names of the tokens that end an assistant turn. Those that exist are used."""
-    used: Collection[str]
+    markup_tokens: Collection[str]
     """Names of all tokens that the chat format uses."""
 
     def __init__(self, tokenizer_json: str, size: int, where: str) -> None:
@@ -81,7 +81,7 @@ class TokenizerVocabulary:
                 f"{where}: {error}. Use a tokenizer that can encode every text"
             ) from None
 
-        ends = [name for name in self.stop_tokens if name in self.markup]
+        ends = [name for name in self.stop_token_names if name in self.markup]
         self.stop_token_ids: tuple[int, ...] = tuple(self.markup[name] for name in ends)
 
     def encode_text(self, text: str) -> list[int]:
@@ -150,13 +150,13 @@ class TokenizerVocabulary:
     def _check_markup(self, added_tokens: list[dict[str, Any]], where: str) -> None:
         """Raise TokenizerError if the tokenizer lacks tokens of the chat format."""
         by_name = {added["content"]: added for added in added_tokens}
-        missing = [name for name in self.required if name not in by_name]
+        missing = [name for name in self.required_tokens if name not in by_name]
         if missing:
             raise TokenizerError(
                 f"{where} has no token {', '.join(missing)}, which the chat format needs. Use a "
                 "tokenizer with the tokens of ChatML or Harmony"
             )
-        for name in self.used:
+        for name in self.markup_tokens:
             # Such a token removes spaces of adjacent text, which is not supported.
             if name in by_name and (by_name[name]["lstrip"] or by_name[name]["rstrip"]):
                 raise TokenizerError(

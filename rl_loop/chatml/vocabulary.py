@@ -29,13 +29,16 @@ QWEN_PATTERN = (
 class ChatMlVocabulary(TokenizerVocabulary):
     """Ids of a tokenizer with the tokens of ChatML."""
 
-    required = (IM_START, IM_END)
-    stop_tokens = (IM_END, END_OF_TEXT)
-    used = (IM_START, IM_END, TOOL_CALL, TOOL_CALL_END)
+    required_tokens = (IM_START, IM_END)
+    stop_token_names = (IM_END, END_OF_TEXT)
+    markup_tokens = (IM_START, IM_END, TOOL_CALL, TOOL_CALL_END)
 
 
 class TinyChatMlVocabulary(ChatMlVocabulary):
-    """Vocabulary that was made for a run, so that exports get it from here."""
+    """Vocabulary that a run builds from its own texts.
+
+    No checkpoint has it, so ``save`` writes the tokenizer of an export.
+    """
 
     def save(self, directory: Path) -> list[Path]:
         """Write the files for transformers' AutoTokenizer, and return them."""
@@ -57,8 +60,8 @@ def tiny_vocabulary(size: int, corpus: str) -> TinyChatMlVocabulary:
     Raises:
         TokenizerError: if ``size`` is too small for the corpus.
     """
-    # Qwen2.5 has only single digits. A line break behind every digit keeps o200k from joining
-    # several digits to one token.
+    # Qwen2.5 has one token per digit. A line break after each digit keeps o200k from merging
+    # digits.
     tokens = choose_tokens(re.sub("[0-9]", r"\g<0>\n", corpus))
     needed = len(tokens) + len(TINY_MARKUP)
     if needed > size:
@@ -67,8 +70,9 @@ def tiny_vocabulary(size: int, corpus: str) -> TinyChatMlVocabulary:
             f"model.vocab_size is {size}. Increase it"
         )
 
-    # transformers adds these two parts to any tokenizer in a qwen2 directory.
     tokenizer = byte_pair_tokenizer(tokens)
+    # Normalizer and pre-tokenizer, which transformers also adds when it loads a tokenizer of model
+    # type qwen2.
     tokenizer.normalizer = normalizers.NFC()
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     split = pre_tokenizers.Split(Regex(QWEN_PATTERN), "isolated")

@@ -120,8 +120,8 @@ def _name_only_sources(tree: Any, changes: list[str]) -> list[str]:
 def _reject_split_data(path: Path, tree: Any, changes: list[str]) -> None:
     """Raise ConfigError if overrides replace training data but not the file's held-out data."""
     # OmegaConf parses slowly, and all of these keys contain "path".
-    of_paths = [change for change in changes if "path" in change]
-    keys = {key for change in of_paths for key in _keys_of_change(change)}
+    path_changes = [change for change in changes if "path" in change]
+    keys = {key for change in path_changes for key in _keys_of_change(change)}
     for key in sorted(keys):
         section, _, name = key.rpartition(".")
         if name not in HELD_OUT_OF or not section:

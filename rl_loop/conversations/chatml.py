@@ -65,12 +65,14 @@ class ChatMlRenderer:
         self._codec = codec
         self._options = options
 
-    def render_record(self, record: Any, form: Format) -> tuple[list[RenderedSample], list[str]]:
+    def render_record(
+        self, record: Any, record_format: Format
+    ) -> tuple[list[RenderedSample], list[str]]:
         """Render the sample of a record.
 
         Args:
             record: JSON value.
-            form: format of the record.
+            record_format: format of the record.
 
         Returns:
             A list with the sample, and an empty list of reasons.
@@ -79,7 +81,7 @@ class ChatMlRenderer:
             ConversationError: if a policy could not have sampled it, if ChatML cannot express it, or
                 if it is too long.
         """
-        messages, tools = _read(record, form)
+        messages, tools = _read(record, record_format)
         # Order the messages first, because the checks below compare neighboring messages.
         entries = _entries(answers_in_order(messages))
         check_conversation(entries, tools)
@@ -146,14 +148,14 @@ class ChatMlRenderer:
 # ---- from a record to entries
 
 
-def _read(record: Any, form: Format) -> tuple[list[Numbered], list[Tool]]:
+def _read(record: Any, record_format: Format) -> tuple[list[Numbered], list[Tool]]:
     """Return the messages of a record and the tools that it describes."""
-    form = resolve_format(record, form)
-    if form == "harmony":
+    record_format = resolve_format(record, record_format)
+    if record_format == "harmony":
         raise ConversationError("it is in Harmony's format, and ChatML has no channels")
     if record.get("reasoning_effort"):
         raise ConversationError("'reasoning_effort' is not supported by ChatML")
-    return plain_sharegpt(record) if form == "sharegpt" else plain_messages(record)
+    return plain_sharegpt(record) if record_format == "sharegpt" else plain_messages(record)
 
 
 def answers_in_order(messages: Sequence[Numbered]) -> list[Numbered]:

@@ -62,16 +62,23 @@ class CorpusConfig(BaseModel):
         # pydantic reports other types with the key.
         if not isinstance(values, dict):
             return values
-        of_source = {key: values[key] for key in values if key in ConversationSource.model_fields}
-        if not of_source:
+        source_values = {
+            key: values[key] for key in values if key in ConversationSource.model_fields
+        }
+        if not source_values:
             return values
 
         # Errors name the source in full. Overrides may use the full name, too.
-        named = values.get("sources", {})
-        if not isinstance(named, dict) or set(named) - {ONLY_SOURCE}:
-            raise ValueError(f"{', '.join(of_source)} belongs to a source. Move it to sources.NAME")
-        others = {key: value for key, value in values.items() if key not in of_source}
-        return {**others, "sources": {ONLY_SOURCE: of_source | named.get(ONLY_SOURCE, {})}}
+        named_sources = values.get("sources", {})
+        if not isinstance(named_sources, dict) or set(named_sources) - {ONLY_SOURCE}:
+            raise ValueError(
+                f"{', '.join(source_values)} belongs to a source. Move it to sources.NAME"
+            )
+        others = {key: value for key, value in values.items() if key not in source_values}
+        return {
+            **others,
+            "sources": {ONLY_SOURCE: source_values | named_sources.get(ONLY_SOURCE, {})},
+        }
 
 
 class DataConfig(CorpusConfig):

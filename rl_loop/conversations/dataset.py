@@ -69,8 +69,8 @@ class ConversationData:
                 self._validation_numbers.append(None)
                 continue
             self._validation_numbers.append(len(sources))
-            of_source = config.sources[name]
-            sources.append(RenderSource(name, validation_rows, of_source.format, of_source.columns))
+            source = config.sources[name]
+            sources.append(RenderSource(name, validation_rows, source.format, source.columns))
 
         # All processes get the same plan, so a block is rendered the same way by any of them.
         plan = RenderPlan(

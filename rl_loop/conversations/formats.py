@@ -46,20 +46,20 @@ SHAREGPT_ROLES = {
 SHAREGPT_KEYS = {"from", "value", "weight"}
 
 
-def read_conversation(record: Any, form: Format) -> Conversation:
+def read_conversation(record: Any, record_format: Format) -> Conversation:
     """Read one record. Raises ConversationError naming the message and the reason."""
-    return READERS[resolve_format(record, form)](record)
+    return READERS[resolve_format(record, record_format)](record)
 
 
-def resolve_format(record: Any, form: Format) -> Format:
-    """Return the format of a record: ``form``, or the detected format if it is "auto".
+def resolve_format(record: Any, record_format: Format) -> Format:
+    """Return the format of a record: ``record_format``, or the detected format if it is "auto".
 
     Raises:
         ConversationError: if the record is not a conversation.
     """
     if not isinstance(record, dict):
         raise ConversationError(f"a conversation is a JSON object, not {_kind(record)}")
-    return detect_format(record) if form == "auto" else form
+    return detect_format(record) if record_format == "auto" else record_format
 
 
 def detect_format(record: Mapping[str, Any]) -> Format:

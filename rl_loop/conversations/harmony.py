@@ -83,9 +83,11 @@ class HarmonyRenderer:
         self._misread: dict[tuple[ParsedMessage, ...], str] = {}
         """Cache of ``_misreading``. Keys are the messages of a turn, without texts."""
 
-    def render_record(self, record: Any, form: Format) -> tuple[list[RenderedSample], list[str]]:
+    def render_record(
+        self, record: Any, record_format: Format
+    ) -> tuple[list[RenderedSample], list[str]]:
         """Read a record and ``render`` it."""
-        return self.render(read_conversation(record, form))
+        return self.render(read_conversation(record, record_format))
 
     def render(self, conversation: Conversation) -> tuple[list[RenderedSample], list[str]]:
         """Render the samples of a conversation.

@@ -1,4 +1,4 @@
-"""Renderers for conversations of files, by chat format."""
+"""Renderers for conversations from files, by chat format."""
 
 from typing import Any, Protocol
 
@@ -13,12 +13,14 @@ from rl_loop.harmony.codec import Harmony
 class ConversationRenderer(Protocol):
     """Converter of records to samples."""
 
-    def render_record(self, record: Any, form: Format) -> tuple[list[RenderedSample], list[str]]:
+    def render_record(
+        self, record: Any, record_format: Format
+    ) -> tuple[list[RenderedSample], list[str]]:
         """Render a record.
 
         Args:
             record: JSON value.
-            form: format of the record.
+            record_format: format of the record.
 
         Returns:
             Samples with at least one token in the loss each, and a reason for each sample left out.
@@ -35,4 +37,4 @@ def conversation_renderer(codec: ChatCodec, options: RenderOptions) -> Conversat
         return HarmonyRenderer(codec, options)
     if isinstance(codec, ChatMl):
         return ChatMlRenderer(codec, options)
-    raise ValueError(f"conversations of files cannot be rendered by {type(codec).__name__}")
+    raise ValueError(f"conversations from files cannot be rendered by {type(codec).__name__}")

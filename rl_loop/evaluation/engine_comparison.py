@@ -136,8 +136,8 @@ def _row(name: str, tokens: Sequence[TokenGap]) -> list[str]:
         return []
     # Means hide rare large gaps, so show quantiles and the maximum, too.
     gaps = np.array([token.gap for token in tokens])
-    figures = (gaps.mean(), *np.quantile(gaps, QUANTILES), gaps.max())
-    return [f"{name:26}{len(gaps):>8}" + "".join(f"{figure:>11.2e}" for figure in figures)]
+    statistics = (gaps.mean(), *np.quantile(gaps, QUANTILES), gaps.max())
+    return [f"{name:26}{len(gaps):>8}" + "".join(f"{number:>11.2e}" for number in statistics)]
 
 
 def _classify_token(text: str) -> str:

@@ -104,7 +104,7 @@ class ReadTurn:
     """Number of sampled tokens in analysis messages, including headers."""
     kept: int | None = None
     """Number of tokens up to the end of a stop text. None if the turn has none."""
-    stop_tokens: int = 0
+    hidden_token_count: int = 0
     """Number of tokens at the end of these that begin within the stop text."""
 
     @cached_property
@@ -174,7 +174,7 @@ def read_completion(codec: ChatCodec, ids: Sequence[int], stop: Sequence[str] = 
             closing=tuple(rest),
             dropped=cut.dropped,
             kept=cut.kept,
-            stop_tokens=cut.dropped - bool(cut.rest),
+            hidden_token_count=cut.dropped - bool(cut.rest),
         )
     _ = turn.digest
     return turn
@@ -220,7 +220,7 @@ def _stopped_turn(
         dropped=cut.dropped,
         kept=cut.kept,
         # The first dropped token may begin with text of the answer.
-        stop_tokens=cut.dropped - bool(cut.rest),
+        hidden_token_count=cut.dropped - bool(cut.rest),
     )
 
 

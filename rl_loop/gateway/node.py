@@ -149,9 +149,11 @@ def total_usage(nodes: Sequence[TurnNode], choices: int) -> TokenUsage:
     usages = [node.usage for node in nodes]
     prompts = list(batched(usages, choices))
     return TokenUsage(
-        prompt_tokens=sum(of_prompt[0].prompt_tokens for of_prompt in prompts),
+        prompt_tokens=sum(prompt_usages[0].prompt_tokens for prompt_usages in prompts),
         # The first turn to be sampled computes the tokens that the others find in the cache.
-        cached_tokens=sum(min(usage.cached_tokens for usage in of_prompt) for of_prompt in prompts),
+        cached_tokens=sum(
+            min(usage.cached_tokens for usage in prompt_usages) for prompt_usages in prompts
+        ),
         sampled_tokens=sum(usage.sampled_tokens for usage in usages),
         reasoning_tokens=sum(usage.reasoning_tokens for usage in usages),
     )
@@ -264,7 +266,7 @@ def new_node(
     # A turn that was truncated before its first message is not rendered.
     message = turn.answer.as_message()
     is_empty = finish_reason is not FinishReason.STOP and message.keys() == {"role", "content"}
-    said = () if is_empty and not message["content"] else (message,)
+    answers = () if is_empty and not message["content"] else (message,)
     new_role = "prompt"
     # The first new message names all of them. Tools' results precede a message of the user.
     if prompt.parent is not None:
@@ -279,8 +281,8 @@ def new_node(
         finish_reason=finish_reason,
         answer=turn.answer,
         format_error=turn.format_error,
-        messages=(*position.conversation, *said),
-        digests=(*position.digests, *([turn.digest] if said else [])),
+        messages=(*position.conversation, *answers),
+        digests=(*position.digests, *([turn.digest] if answers else [])),
         digest=turn.digest,
         text_characters=text_size(position.conversation),
         reasoning_tokens=turn.reasoning_tokens,

@@ -46,7 +46,11 @@ def _entry(token: bytes, log_prob: float) -> dict[str, Any]:
 
 
 def token_text(token: bytes) -> str:
-    """Return a token as text. OpenAI writes the bytes of a part of a character as ``\\xf0``."""
+    """Return a token as text.
+
+    As in OpenAI's API, a token with only a part of a UTF-8 character becomes escapes such as
+    ``\\xf0``.
+    """
     try:
         return token.decode()
     except UnicodeDecodeError:
@@ -61,7 +65,7 @@ def text_log_probs(
     codec: ChatCodec,
     result: GenerateResult,
     ranges: Sequence[range],
-    stop_tokens: int,
+    hidden_token_count: int,
     top: Sequence[Sequence[TokenChoice]] = (),
 ) -> tuple[TextLogProbs, ...]:
     """Return the tokens of every text for the client.
@@ -70,10 +74,11 @@ def text_log_probs(
         codec: chat format of the policy.
         result: the sampled turn.
         ranges: positions of the texts.
-        stop_tokens: number of tokens at the end that begin within a stop text.
+        hidden_token_count: number of tokens at the end of the turn to leave out, because they
+            belong to a stop text.
         top: most likely tokens of each position of the turn. Empty if not requested.
     """
-    end = len(result.output_ids) - stop_tokens
+    end = len(result.output_ids) - hidden_token_count
     return tuple(
         tuple(
             TokenLogProb.of(

@@ -228,9 +228,9 @@ class TinyVocabulary:
 class HarmonyTokenizer(TokenizerVocabulary):
     """Ids of a Hugging Face tokenizer that has Harmony's special tokens among its added tokens."""
 
-    required = SPECIAL_TOKENS
-    stop_tokens = TURN_ENDS
-    used = SPECIAL_TOKENS
+    required_tokens = SPECIAL_TOKENS
+    stop_token_names = TURN_ENDS
+    markup_tokens = SPECIAL_TOKENS
 
     def __init__(self, tokenizer_json: str, size: int, where: str) -> None:
         super().__init__(tokenizer_json, size, where)

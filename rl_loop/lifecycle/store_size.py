@@ -150,11 +150,11 @@ def rl_store_need(
 
     weight_copies = WEIGHT_COPIES if rollout.engine.takes_tensors else 0
     # The store also holds the inputs and results of the ranks.
-    of_ranks = trained * (_rank_bytes(rollout, algorithm) + RETURNED_BYTES)
+    rank_bytes = trained * (_rank_bytes(rollout, algorithm) + RETURNED_BYTES)
     return StoreNeed(
         episodes=episodes,
         longest=rollout.max_episode_tokens,
-        columns=rollout.max_episode_tokens * (episodes * _episode_bytes() + of_ranks),
+        columns=rollout.max_episode_tokens * (episodes * _episode_bytes() + rank_bytes),
         # An evaluation has no routes, because it is not trained on.
         routes=rollout.max_episode_tokens * (episodes - held_out) * _route_bytes(model, rollout),
         weights=weight_copies * _weight_bytes(model, dtype),

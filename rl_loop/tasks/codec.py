@@ -75,15 +75,17 @@ def detect_chat_format(config: EpisodesConfig) -> ChatFormat:
     Raises:
         TokenizerError: if the tokenizer cannot be read.
     """
-    of_family = CHAT_FORMATS[type(config.model)]
+    family_format = CHAT_FORMATS[type(config.model)]
     directory = tokenizer_directory(config.tokenizer_source)
     if config.vocabulary != "tokenizer" or directory is None:
-        return of_family
+        return family_format
 
     names = added_tokens(directory)
-    known = [form for form, kind in TOKENIZER_KINDS.items() if names.issuperset(kind.required)]
-    if of_family in known or not known:
-        return of_family
+    known = [
+        form for form, kind in TOKENIZER_KINDS.items() if names.issuperset(kind.required_tokens)
+    ]
+    if family_format in known or not known:
+        return family_format
     return known[0]
 
 

@@ -117,9 +117,9 @@ class AdapterArchiver:
 
     def _shared_failure(self) -> str | None:
         """Return the first failure of any rank on every rank."""
-        of_ranks: list[list[str]] = [[]] * dist.get_world_size()
-        dist.all_gather_object(of_ranks, self._failures)
-        return next((failure for failures in of_ranks for failure in failures), None)
+        rank_failures: list[list[str]] = [[]] * dist.get_world_size()
+        dist.all_gather_object(rank_failures, self._failures)
+        return next((failure for failures in rank_failures for failure in failures), None)
 
     def _directory(self, checkpoint: Path) -> Path:
         return step_directory(self._run.adapters, checkpoint_step(checkpoint))

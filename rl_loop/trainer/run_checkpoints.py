@@ -62,10 +62,10 @@ class RunCheckpoints:
         if critic is not None:
             # Keep one more than of the policy, which is written last and determines the latest
             # step.
-            of_critic = CheckpointWriter(self._run.critic_checkpoints, keep + 1)
-            self._writers.append((of_critic, critic))
-        of_policy = CheckpointWriter(self._run.checkpoints, keep, self._adapter_archiver)
-        self._writers.append((of_policy, policy))
+            critic_writer = CheckpointWriter(self._run.critic_checkpoints, keep + 1)
+            self._writers.append((critic_writer, critic))
+        policy_writer = CheckpointWriter(self._run.checkpoints, keep, self._adapter_archiver)
+        self._writers.append((policy_writer, policy))
 
     # -- saving -----------------------------------------------------------------------------------
 
@@ -154,18 +154,18 @@ class RunCheckpoints:
         damage = find_damage(path)
         if damage is not None or self._critic is None:
             return damage
-        of_critic = find_checkpoint(self._run.critic_checkpoints, path.name)
-        if of_critic is None:
+        critic_checkpoint = find_checkpoint(self._run.critic_checkpoints, path.name)
+        if critic_checkpoint is None:
             return f"{self._run.critic_checkpoints / path.name}: missing or incomplete"
-        return find_damage(of_critic)
+        return find_damage(critic_checkpoint)
 
     def _load(self, path: Path) -> dict[str, Any]:
         """Load policy and critic from undamaged files, and return the saved state."""
         # ``_damage`` has read all files. Another check would take as long as loading.
         if self._critic is not None:
-            of_critic = find_checkpoint(self._run.critic_checkpoints, path.name)
-            assert of_critic is not None, path
-            load_checkpoint(of_critic, self._critic, is_checked=True)
+            critic_checkpoint = find_checkpoint(self._run.critic_checkpoints, path.name)
+            assert critic_checkpoint is not None, path
+            load_checkpoint(critic_checkpoint, self._critic, is_checked=True)
         return load_checkpoint(path, self._policy, is_checked=True)
 
     def _keep_adapters_up_to(self, checkpoint: Path | None) -> None:

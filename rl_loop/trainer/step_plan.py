@@ -288,7 +288,7 @@ def _sorted_prefixes(
         digests = [digests[i] for i in sequences]
     # Compare by token ids alone, too. The difference are inputs with equal ids and unequal routes.
     prefixes, by_ids = (
-        SortedPrefixes(PrefixKeys.of(samples, sequences, sharing.prompts_only, of_inputs))
-        for of_inputs in (digests, None)
+        SortedPrefixes(PrefixKeys.of(samples, sequences, sharing.prompts_only, input_digests))
+        for input_digests in (digests, None)
     )
     return prefixes, int(by_ids.common.sum() - prefixes.common.sum())

@@ -43,7 +43,7 @@ def take_tokens(
     columns = {}
     for name in RETURNED_VALUES:
         # Empty mini-batches have no update, so updates are matched with the others in order.
-        of_updates = iter(taken)
+        update_results = iter(taken)
         rows: list[torch.Tensor] = []
         for mini_batch, batches in zip(inputs.mini_batches, packed, strict=True):
             # Without an update there are no values. NaN marks them, so that they enter no mean
@@ -51,7 +51,7 @@ def take_tokens(
             if mini_batch.is_empty:
                 rows += [torch.full((len(batch.labels),), torch.nan) for batch in batches]
             else:
-                rows += next(of_updates)[name]
+                rows += next(update_results)[name]
         columns[name] = inputs.to_column(rows, np.dtype(np.float32))
     return TrainedTokens(log_probs=columns["trainer_log_probs"], entropy=columns["entropy"])
 
@@ -65,8 +65,8 @@ def gather_tokens(
         return None
     columns = {}
     for field in fields(TrainedTokens):
-        of_ranks = [getattr(result, field.name) for result in results]
+        rank_results = [getattr(result, field.name) for result in results]
         columns[field.name] = plan.gather_results(
-            samples, of_ranks, field.name, np.dtype(np.float32)
+            samples, rank_results, field.name, np.dtype(np.float32)
         )
     return TrainedTokens(**columns)

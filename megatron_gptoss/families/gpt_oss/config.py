@@ -116,7 +116,7 @@ class GptOssModelConfig(ModelConfig):
     @field_validator("swiglu_limit")
     @classmethod
     def _check_limit(cls, limit: float) -> float:
-        """Reject other clamps than that of the released models."""
+        """Reject other clamps than the clamp of the released models."""
         # transformers ignores the value and SGLang uses it, so they would compute two models.
         if limit != SWIGLU_LIMIT:
             raise ValueError(
@@ -137,7 +137,7 @@ class GptOssModelConfig(ModelConfig):
 
     @property
     def default_vocabulary(self) -> Literal["gptoss", "tokenizer"]:
-        """Default vocabulary: that of the released models if the size is theirs."""
+        """Default vocabulary: the released models' vocabulary if the size is theirs."""
         return "gptoss" if self.vocab_size == RELEASED_VOCABULARY else "tokenizer"
 
     @property

@@ -193,8 +193,8 @@ class ServerConnection:
         if error is None:
             # OpenEnv sends the same blocks as JSON, so ``render_blocks`` takes plain data.
             result = asking.result()
-            said = render_blocks([block.model_dump() for block in result.content])
-            text = truncate_text(said, self.config.max_output_bytes)
+            rendered = render_blocks([block.model_dump() for block in result.content])
+            text = truncate_text(rendered, self.config.max_output_bytes)
             return ToolResult(text, is_error=bool(result.is_error))
         # The server works and rejects the arguments, which the policy wrote.
         if isinstance(error, MCPError) and error.code in (INVALID_PARAMS, REQUEST_TIMEOUT):
