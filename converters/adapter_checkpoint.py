@@ -1,6 +1,6 @@
 """Conversion of adapters between checkpoints and PEFT's format.
 
-See ``live_adapters`` for the adapters of a running model.
+``adapter_weights`` loads adapters into a running model.
 """
 
 import json

@@ -117,8 +117,8 @@ def is_changed(mapping: ParameterMapping, adapter: AdapterConfig) -> bool:
     for suffix, targets in _TARGETS.items():
         if mapping.name.endswith(suffix):
             return not set(targets).isdisjoint(adapter.targets)
-    # Nothing changes biases, norms and sinks. Experts are changed by their factors, which are sent
-    # as well.
+    # Training with adapters does not change biases, norms and sinks. Experts change by their
+    # factors, which are sent, too.
     return False
 
 

@@ -35,7 +35,10 @@ class CallLimitError(Exception):
 
 
 class PoolError(Exception):
-    """No process starts, or no process answers any question. The question is not the cause."""
+    """The pool cannot start a process, or its processes do not answer any question.
+
+    The question is not the cause.
+    """
 
 
 class _WorkerDiedError(Exception):

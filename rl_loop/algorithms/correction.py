@@ -83,7 +83,7 @@ def rollout_correction(
     if config.off_policy_limit and log_old_over_new is not None:
         # Spliced tokens count here, because both sides are the trainer's.
         drift = sequences.mean(log_old_over_new, mask if moved_mask is None else moved_mask)
-        # Not "drift > limit", so that a NaN drops its sequence.
+        # With "drift > limit", a NaN would keep its sequence.
         drifted = sequences.to_tokens(~(drift <= config.off_policy_limit))
         dropped["off_policy"] = (advantages < 0) & drifted
 

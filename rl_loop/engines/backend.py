@@ -301,7 +301,7 @@ class RolloutBackend(ABC):
     def pause(self) -> None:
         """Stop generation and free memory for the trainer until the next ``sync_weights``.
 
-        Not called with asynchronous rollouts (``algorithm.max_staleness``).
+        The loop does not call it with asynchronous rollouts (``algorithm.max_staleness``).
         """
         return None
 

@@ -44,7 +44,7 @@ def ensure_o200k() -> Path | None:
     Raises:
         VocabularyUnavailableError: if all sources fail.
     """
-    # A directory of the user is used or is an error. No other source replaces it.
+    # If the user names a directory, it must have the file. Other sources do not replace it.
     if folder := os.environ.get(VARIABLE):
         path = Path(folder) / FILE_NAME
         if not _is_valid(path):

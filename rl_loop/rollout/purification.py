@@ -162,7 +162,8 @@ class PurifyingRunner(EpisodeRunner):
             sampled = await self.episode.sample(
                 f"retry{self._retries}",
                 prefix,
-                # No token keeps the experts of a retry, because its tokens move to another place.
+                # As few routes as possible: none of them is kept, because the tokens of a retry
+                # move to another place.
                 routes_start=len(prefix) - 1,
             )
         except EpisodeOver:

@@ -49,7 +49,7 @@ class SignalWatch:
 
 
 def _reason(values: dict[str, float], gradients: Sequence[float]) -> str:
-    # No gradient norm means that no optimizer step was taken.
+    # A list without norms means that no optimizer step was taken.
     if not gradients:
         return (
             "no token is in the loss, so the policy is not updated. rollout.truncated_episodes=mask "

@@ -169,7 +169,7 @@ class StepPlan:
             ColumnError: a result has another dtype or shape. The message names the column and the
                 first sequence of the rank.
         """
-        # Not zeros, because a rank writes every entry.
+        # Uninitialized, because the ranks together write every entry.
         column = np.empty(samples.tokens, dtype)
         for rank, result in enumerate(results):
             sequences = self.list_sequences(rank)

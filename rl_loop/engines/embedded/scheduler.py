@@ -231,7 +231,7 @@ class SequenceScheduler:
         output = self.model.model(
             input_ids=torch.tensor([tokens], device=self.model.device),
             position_ids=layout.positions[None],
-            # No masks: row_cache_attention works from the layout.
+            # row_cache_attention reads the layout instead of masks.
             attention_mask=self._no_masks,
             use_cache=False,
             layout=layout,

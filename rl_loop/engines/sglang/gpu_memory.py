@@ -381,7 +381,7 @@ def visible_gpus(environment: Mapping[str, str]) -> list[GpuMemory]:
                 f"of GPU {row['index']}: memory.used is {row['memory.used']!r}, memory.free "
                 f"{row['memory.free']!r}"
             )
-        # Not nvidia-smi's total, which includes memory that the driver reserves.
+        # nvidia-smi's total would include memory that the driver reserves.
         memory = GpuMemory(name=f"GPU {row['index']}", total=used + free, free=free)
         gpus.append(_ListedGpu(row["index"], row["uuid"], memory))
 
