@@ -33,21 +33,21 @@ def config_lines(
     origins = value_origins(path, type(config), overrides)
 
     entries = []
-    for key, value in _values(config.model_dump(mode="json")):
+    for key, value in leaf_values(config.model_dump(mode="json")):
         origin = _find_origin(key, origins)
         if origin != DEFAULT or not changed_only:
-            entries.append((f"{key}: {_text(value)}", origin))
+            entries.append((f"{key}: {value_text(value)}", origin))
     # Long values, such as prompts, must not push all origins to the right.
     width = min(max((len(text) for text, _ in entries), default=0), 60)
     return [f"{text:{width}}  # {origin}" for text, origin in entries]
 
 
-def _values(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+def leaf_values(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Yield (dotted key, value) of every leaf in nested mappings."""
     for key, value in tree.items():
         # An empty mapping has no leaves, so it is a value.
         if isinstance(value, dict) and value:
-            yield from _values(value, f"{prefix}{key}.")
+            yield from leaf_values(value, f"{prefix}{key}.")
         else:
             yield f"{prefix}{key}", value
 
@@ -63,7 +63,7 @@ def _find_origin(key: str, origins: dict[str, str]) -> str:
     return DEFAULT
 
 
-def _text(value: Any) -> str:
+def value_text(value: Any) -> str:
     """Format a value as YAML and the command line accept it."""
     if isinstance(value, str):
         return value

@@ -13,23 +13,24 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
 from launch.control_characters import show_control_characters
+from launch.metric_labels import LABELS
 from rl_loop.tracking.metrics import MetricName
 from rl_loop.tracking.run_directory import RunDirectory, metric_curve, read_json, read_json_lines
 
-# Metric -> (label, format), in display order.
-SHOWN: dict[str, tuple[str, str]] = {
-    MetricName.REWARD: ("reward", "{:.3f}"),
-    MetricName.LOSS: ("loss", "{:.4f}"),
-    MetricName.VALIDATION_LOSS: ("validation", "{:.4f}"),
-    MetricName.ACCURACY: ("accuracy", "{:.3f}"),
-    MetricName.HELD_OUT_ACCURACY: ("held out", "{:.3f}"),
-    MetricName.TOOL_CALL_RATE: ("tool calls", "{:.2f}"),
-    MetricName.TURNS: ("turns", "{:.2f}"),
-    MetricName.TOKENS_PER_SECOND: ("tokens/s", "{:,.0f}"),
-    MetricName.LOG_PROB_GAP: ("|Δlogp|", "{:.1e}"),
-    MetricName.CLIP_FRACTION: ("clipped", "{:.3f}"),
-    MetricName.GRAD_NORM: ("grad norm", "{:.2f}"),
+SHOWN: dict[str, str] = {
+    MetricName.REWARD: "{:.3f}",
+    MetricName.LOSS: "{:.4f}",
+    MetricName.VALIDATION_LOSS: "{:.4f}",
+    MetricName.ACCURACY: "{:.3f}",
+    MetricName.HELD_OUT_ACCURACY: "{:.3f}",
+    MetricName.TOOL_CALL_RATE: "{:.2f}",
+    MetricName.TURNS: "{:.2f}",
+    MetricName.TOKENS_PER_SECOND: "{:,.0f}",
+    MetricName.LOG_PROB_GAP: "{:.1e}",
+    MetricName.CLIP_FRACTION: "{:.3f}",
+    MetricName.GRAD_NORM: "{:.2f}",
 }
+"""Formats of the shown metrics, in display order."""
 RECENT_STEPS = 10
 """Steps whose mean time predicts the remaining time. Episode lengths change during training."""
 
@@ -47,9 +48,9 @@ def format_seconds(seconds: float) -> str:
 def format_metrics(values: dict[str, float]) -> str:
     """Format the metrics that are in SHOWN, on one line."""
     shown = []
-    for name, (label, number_format) in SHOWN.items():
+    for name, number_format in SHOWN.items():
         if name in values:
-            shown.append(f"{label} {number_format.format(values[name])}")
+            shown.append(f"{LABELS[name]} {number_format.format(values[name])}")
     return "  ".join(shown)
 
 
@@ -167,12 +168,12 @@ class TrainingProgress:
             self._console.print(line, highlight=False, markup=False, soft_wrap=True)
 
 
-COMPARED = {
-    MetricName.HELD_OUT_ACCURACY: "held-out accuracy",
-    MetricName.HELD_OUT_REWARD: "held-out reward",
-    MetricName.LOSS: "loss",
-    MetricName.VALIDATION_LOSS: "validation loss",
-}
+COMPARED = (
+    MetricName.HELD_OUT_ACCURACY,
+    MetricName.HELD_OUT_REWARD,
+    MetricName.LOSS,
+    MetricName.VALIDATION_LOSS,
+)
 """Metrics whose first and last values are printed. The loss is printed only without accuracies."""
 
 
@@ -183,12 +184,12 @@ def describe_outcome(run: RunDirectory) -> str:
     """
     records = read_json_lines(run.metrics)
     changes: list[str] = []
-    for metric, label in COMPARED.items():
+    for metric in COMPARED:
         _, values = metric_curve(records, metric)
         if metric == MetricName.LOSS and changes:
             continue
         if values:
-            changes.append(f"{label} {values[0]:.3f} -> {values[-1]:.3f}")
+            changes.append(f"{LABELS[metric]} {values[0]:.3f} -> {values[-1]:.3f}")
 
     summary = read_json(run.summary)
     seconds = sum(metric_curve(records, MetricName.STEP_SECONDS)[1])

@@ -72,7 +72,7 @@ def train_supervised(
                 record.metrics.add_mean(name, total, tokens, "tokens")
         add_optimizer_metrics(record.metrics, update)
         data.add_metrics(record.metrics)
-        recorder.record_sft_step(record, tokens=samples.tokens)
+        recorder.record_sft_step(record, samples)
 
         # Set before ``end_step``, which may save the state.
         state.data = data.state()

@@ -258,7 +258,7 @@ def classify_run(
     if not records:
         return "waiting"
 
-    usual = statistics.median(_values(records, MetricName.STEP_SECONDS) or [60.0])
+    usual = statistics.median(_values(records[-100:], MetricName.STEP_SECONDS) or [60.0])
     silent = now - records[-1].get("time", now)
     # A step may be much longer than usual, such as one with an evaluation.
     patience = max(600.0, 10 * usual)

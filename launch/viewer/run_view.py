@@ -6,14 +6,17 @@ import socket
 import stat
 import time
 from contextlib import suppress
-from io import BufferedReader
 from pathlib import Path
 from typing import Any
 
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from launch.config_view import leaf_values, value_text
+from launch.viewer.config_facts import describe_config, is_on_policy, planned_steps
 from launch.viewer.health import HealthFinding, check_health, classify_run
+from launch.viewer.metrics_tail import MetricsTail
+from launch.viewer.own_files import open_own_file, read_own_file
 from megatron_gptoss.untrusted_files import MAX_SETTINGS_BYTES
 from rl_loop.config.errors import ConfigError
 from rl_loop.config.load import read_yaml
@@ -27,83 +30,6 @@ HEADLINES = (MetricName.REWARD, MetricName.ACCURACY, MetricName.HELD_OUT_ACCURAC
 """Metrics whose newest values are shown next to the name of a run."""
 
 
-def open_own_file(path: Path) -> BufferedReader:
-    """Open a regular file for reading.
-
-    Raises:
-        OSError: for a link, which could point to any file of this user, or for a pipe or a device,
-            which could block.
-    """
-    if path.is_symlink():
-        raise OSError(f"{path} is a link. Copy the file there")
-    # O_NOFOLLOW: the path may have become a link since the check. O_NONBLOCK: a pipe without a
-    # writer would block.
-    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-        os.close(descriptor)
-        raise OSError(f"{path} is not a regular file")
-    return os.fdopen(descriptor, "rb")
-
-
-def read_own_file(path: Path) -> bytes:
-    """Return the content of a regular file. Raises OSError like ``open_own_file``."""
-    with open_own_file(path) as file:
-        return file.read()
-
-
-class MetricsTail:
-    """Follows metrics.jsonl and reads complete lines as they are added."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._inode = -1
-        self._position = 0
-        self.records: list[dict[str, Any]] = []
-        self.generation = 0
-        """Number of times that the file was read from its start, such as after a resume."""
-
-    def refresh(self) -> None:
-        """Read new lines. Lines that are not JSON are left out."""
-        try:
-            with open_own_file(self._path) as file:
-                status = os.fstat(file.fileno())
-                # A resume replaces the file by a new or a shorter one.
-                if status.st_ino != self._inode or status.st_size < self._position:
-                    self._restart(status.st_ino)
-                file.seek(self._position)
-                data = file.read()
-        except OSError:  # missing, or a link
-            if self.records:
-                self._restart(-1)
-            return
-
-        # The last line may be incomplete, because the run is writing it. Read it again next time.
-        complete, newline, _ = data.rpartition(b"\n")
-        self._position += len(complete) + len(newline)
-        for line in complete.splitlines():
-            # A damaged line must not hide the rest of the run.
-            with suppress(ValueError, RecursionError):
-                record = json.loads(line)
-                if isinstance(record, dict) and isinstance(record.get("step"), int):
-                    self.records.append(_select_numbers(record))
-
-    def _restart(self, inode: int) -> None:
-        self._inode = inode
-        self._position = 0
-        self.records = []
-        # Clients then replace all records that they have.
-        self.generation += 1
-
-
-def _select_numbers(record: dict[str, Any]) -> dict[str, Any]:
-    """Keep numbers and null only. Another program or version may have written other values."""
-    return {
-        name: value
-        for name, value in record.items()
-        if value is None or (isinstance(value, int | float) and not isinstance(value, bool))
-    }
-
-
 class RunView:
     """Data of one run for the viewer."""
 
@@ -115,44 +41,77 @@ class RunView:
         self._config: dict[str, Any] = {}
         self._config_stamp = 0
         self._config_fault: str | None = None
+        self._checked: tuple[int, int, int] | None = None
+        self._findings: list[HealthFinding] = []
+        self._has_episodes: tuple[int, bool] = (0, False)
 
-    def overview(self) -> dict[str, Any]:
-        """Return state, newest figures and findings of the run."""
-        self.metrics.refresh()
-        records = self.metrics.records
+    def overview(self, *, reads_all: bool = True) -> dict[str, Any]:
+        """Return state, newest figures and findings of the run.
+
+        Args:
+            reads_all: whether to read metrics that were not read before. Otherwise the run gets
+                only its newest figures, no findings and ``is_checked`` False.
+        """
+        if reads_all or self.metrics.is_read:
+            self.metrics.refresh()
+        is_checked = self.metrics.is_read
+        records = self.metrics.records if is_checked else self.metrics.newest()
         config = self._read_config()
-        steps = _planned_steps(config)
-        summary = self.summary()
+        steps = planned_steps(config)
         state = classify_run(
             records,
             time.time(),
             steps=steps,
-            is_finished=bool(summary),
+            is_finished=_has_content(self.directory.summary),
             holder_is_alive=self._holder_is_alive(),
         )
+        return {
+            "name": self.name,
+            "path": str(self.directory.path),
+            "state": state,
+            "is_checked": is_checked,
+            "generation": self.metrics.generation,
+            "records": len(records) if is_checked else None,
+            "has_episodes": self._records_episodes(),
+            "step": int(records[-1]["step"]) if records else None,
+            "steps": steps,
+            "time": records[-1].get("time") if records else None,
+            "headlines": _headlines(records),
+            "findings": [one.to_json() for one in self._all_findings(records, state)],
+            **describe_config(config),
+        }
 
-        findings = check_health(records, _is_on_policy(config))
+    def modified(self) -> float:
+        """Return the time of the newest metrics in Unix seconds. 0 without metrics."""
+        with suppress(OSError):
+            return self.directory.metrics.lstat().st_mtime
+        return 0.0
+
+    def _all_findings(self, records: list[dict[str, Any]], state: str) -> list[HealthFinding]:
+        """Return the findings of the health checks, of the configuration, and of error.log."""
+        # The checks read all records, so they run only after a change.
+        checked = (self.metrics.generation, len(records), self._config_stamp)
+        if self.metrics.is_read and checked != self._checked:
+            self._findings = check_health(records, is_on_policy(self._config))
+            self._checked = checked
+
+        findings = list(self._findings)
         if self._config_fault is not None:
             findings.insert(0, HealthFinding("warning", "the configuration", self._config_fault))
         # error.log of an earlier attempt remains while a later one runs.
         failure = self.failure() if state in ("stopped", "waiting") else None
         if failure is not None:
             findings.insert(0, HealthFinding("bad", "the run", failure))
+        return findings
 
-        return {
-            "name": self.name,
-            "path": str(self.directory.path),
-            "state": state,
-            "generation": self.metrics.generation,
-            "records": len(records),
-            "has_episodes": bool(list_files(self.directory.episodes)),
-            "step": int(records[-1]["step"]) if records else None,
-            "steps": steps,
-            "time": records[-1].get("time") if records else None,
-            "headlines": _headlines(records),
-            "findings": [finding.to_json() for finding in findings],
-            "summary": summary,
-        }
+    def _records_episodes(self) -> bool:
+        with suppress(OSError):
+            stamp = self.directory.episodes.lstat().st_mtime_ns
+            # Listing the files of hundreds of runs at every refresh takes long.
+            if stamp != self._has_episodes[0]:
+                self._has_episodes = (stamp, bool(list_files(self.directory.episodes)))
+            return self._has_episodes[1]
+        return False
 
     def curves(self, generation: int, after: int) -> dict[str, Any]:
         """Return records as columns.
@@ -184,6 +143,10 @@ class RunView:
         with suppress(OSError):
             return read_own_file(self.directory.config).decode(errors="replace")
         return ""
+
+    def config_values(self) -> dict[str, str]:
+        """Return the configuration as {dotted key: value as text}. Empty if it is unreadable."""
+        return {key: value_text(value) for key, value in leaf_values(self._read_config())}
 
     def failure(self) -> str | None:
         """Return the last line of error.log, which is the error that ended the run."""
@@ -244,12 +207,6 @@ class RunView:
         return Path(f"/proc/{words[1]}").exists()
 
 
-def _planned_steps(config: dict[str, Any]) -> int | None:
-    training = config.get("training")
-    steps = training.get("steps") if isinstance(training, dict) else None
-    return steps if isinstance(steps, int) else None
-
-
 def _headlines(records: list[dict[str, Any]]) -> dict[str, float]:
     newest: dict[str, float] = {}
     # Evaluations are rare, so their newest values may be in an older record.
@@ -260,15 +217,12 @@ def _headlines(records: list[dict[str, Any]]) -> dict[str, float]:
     return newest
 
 
-def _is_on_policy(config: dict[str, Any]) -> bool:
-    algorithm = config.get("algorithm")
-    if not isinstance(algorithm, dict):
-        algorithm = {}
-    return (
-        algorithm.get("mini_batches", 1) == 1
-        and algorithm.get("max_staleness", 0) == 0
-        and algorithm.get("old_log_probs", "auto") in ("auto", "detach")
-    )
+def _has_content(path: Path) -> bool:
+    """Return True if a regular file exists and is not empty."""
+    with suppress(OSError):
+        status = path.lstat()
+        return stat.S_ISREG(status.st_mode) and status.st_size > 0
+    return False
 
 
 def find_runs(paths: list[Path]) -> dict[str, Path]:

@@ -5,11 +5,13 @@ page may load only its own scripts and styles.
 """
 
 import asyncio
+import hashlib
 import hmac
 import json
 import math
 import secrets
 import socket
+import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from importlib import resources
@@ -18,6 +20,8 @@ from typing import Any
 
 from aiohttp import web
 
+from launch.metric_labels import LABELS
+from launch.viewer.config_facts import compare_configs
 from launch.viewer.conversation import split_episode
 from launch.viewer.episode_query import MAX_NUMBER, EpisodeQuery, run_query
 from launch.viewer.run_view import RunView, find_runs
@@ -26,6 +30,12 @@ from megatron_gptoss.user_error import UserError
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 COOKIE = "gptoss_view"
+
+OVERVIEW_SECONDS = 0.4
+"""Time to read the metrics of new runs per request, in seconds. Later requests read the others."""
+
+MAX_COMPARED = 12
+"""Maximum number of configurations to compare."""
 
 SECURITY_HEADERS = {
     "Content-Security-Policy": (
@@ -74,6 +84,7 @@ class Viewer:
         # Only GET: the server is read-only.
         app.router.add_get("/static/{name}", _static_file)
         app.router.add_get("/api/runs", self._list_runs)
+        app.router.add_get("/api/compare", self._compare)
         app.router.add_get("/api/runs/{run}/curves", self._curves)
         app.router.add_get("/api/runs/{run}/config", self._config)
         app.router.add_get("/api/runs/{run}/episodes", self._episodes)
@@ -121,11 +132,24 @@ class Viewer:
 
     async def _list_runs(self, request: web.Request) -> web.Response:
         # Files are read in a thread, so that a slow disk does not block other requests.
-        return _json({"runs": await asyncio.to_thread(self._overviews)})
+        runs = await asyncio.to_thread(self._overviews)
+        answer = {"runs": runs, "labels": LABELS}
+        digest = hashlib.blake2b(json.dumps(answer).encode(), digest_size=8).hexdigest()
+        # The page asks every 2 s, and the list of many runs is large.
+        if request.query.get("known") == digest:
+            return _json({"version": digest})
+        return _json(answer | {"version": digest})
 
     def _overviews(self) -> list[dict[str, Any]]:
+        """Return the overviews of all runs, by name. The newest unread runs are read first."""
         self._find_runs()
-        return [run.overview() for run in list(self._runs.values())]
+        runs = dict(self._runs)
+        deadline = time.monotonic() + OVERVIEW_SECONDS
+        overviews = {
+            run.name: run.overview(reads_all=time.monotonic() < deadline)
+            for run in sorted(runs.values(), key=RunView.modified, reverse=True)
+        }
+        return [overviews[name] for name in runs]
 
     def _find_runs(self) -> None:
         found = find_runs(self._paths)
@@ -145,7 +169,16 @@ class Viewer:
 
     async def _config(self, request: web.Request) -> web.Response:
         run = await self._run(request)
-        return _json({"config": await asyncio.to_thread(run.config_text)})
+        text = await asyncio.to_thread(run.config_text)
+        return _json({"config": text, "summary": await asyncio.to_thread(run.summary)})
+
+    async def _compare(self, request: web.Request) -> web.Response:
+        names = request.query.getall("run", [])
+        if not 2 <= len(names) <= MAX_COMPARED:
+            raise UserError(f"run: give 2 to {MAX_COMPARED} runs to compare")
+        runs = [await self._named_run(name) for name in names]
+        configs = [await asyncio.to_thread(run.config_values) for run in runs]
+        return _json({"runs": names, **compare_configs(configs)})
 
     async def _episodes(self, request: web.Request) -> web.Response:
         run = await self._run(request)
@@ -168,8 +201,11 @@ class Viewer:
         return _json(episode)
 
     async def _run(self, request: web.Request) -> RunView:
-        """Return the run in the address. Only names of found runs are accepted, no paths."""
-        name = request.match_info["run"]
+        """Return the run in the address."""
+        return await self._named_run(request.match_info["run"])
+
+    async def _named_run(self, name: str) -> RunView:
+        """Return the run of a name. Only names of found runs are accepted, no paths."""
         # The run may have started after the last search.
         if name not in self._runs:
             await asyncio.to_thread(self._find_runs)

@@ -13,7 +13,7 @@ from rl_loop.algorithms.choices import AnySupervisedLoss, CrossEntropyLoss, Dist
 from rl_loop.algorithms.config import GROUP_ADVANTAGES, AlgorithmConfig
 from rl_loop.config.errors import ConfigError
 from rl_loop.config.every_run import RunConfig
-from rl_loop.config.training import DemonstrationConfig
+from rl_loop.config.training import SFT_EPISODES, DemonstrationConfig
 from rl_loop.conversations.config import CorpusConfig, DataConfig
 from rl_loop.environments.registry import environment_class
 
@@ -253,6 +253,12 @@ class SftConfig(RunConfig):
     load_balancing_loss: float = Field(0.0, ge=0, allow_inf_nan=False)
     """Coefficient of a loss of every router that falls as the experts' loads become even (arXiv
     2101.03961). 0 for none, for example 0.01. The validation loss and ``loss`` do not contain it."""
+
+    @model_validator(mode="after")
+    def _record_few_conversations(self) -> Self:
+        if "episodes" not in self.tracking.model_fields_set:
+            self.tracking = self.tracking.model_copy(update={"episodes": SFT_EPISODES})
+        return self
 
     @property
     def load_balancing(self) -> float:

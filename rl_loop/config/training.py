@@ -60,13 +60,20 @@ class TrainingConfig(StrictModel):
         return self
 
 
+SFT_EPISODES = 8
+"""Default of ``tracking.episodes`` in SFT, whose conversations are already on disk as data."""
+
+
 class TrackingConfig(StrictModel):
     """Records of a run in addition to its metrics."""
 
     episodes: Literal["all"] | Annotated[int, Field(ge=0)] = "all"
     """Number of whole episodes to record per step and split in ``runs/NAME/episodes``, evenly
     spread over the tasks, or all. 5 to 12 bytes per token. Lower it only if the disk is too
-    small."""
+    small. In ``gptoss sft``, the conversations of a step, by default 8."""
+    tags: list[str] = []
+    """Words by which ``gptoss view`` finds and groups runs, such as [baseline, long-context]. They
+    are also tags of Weights & Biases."""
 
 
 class EvaluationConfig(StrictModel):

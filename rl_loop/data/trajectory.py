@@ -81,6 +81,13 @@ class Turn:
     """End of the range."""
     text: str
     """Decoded text for people. It is never an input of a model."""
+    # Two samples of the same tokens are equal turns, however long they took.
+    seconds: float | None = field(default=None, compare=False)
+    """Seconds in which the turn was sampled, or in which tools or user produced it. None if they
+    were not measured."""
+    waited: float | None = field(default=None, compare=False)
+    """Seconds in a queue, or before a failed call was repeated, in addition to ``seconds``. None if
+    they were not measured."""
 
 
 @dataclass(eq=False)

@@ -272,11 +272,14 @@ def _draft(
             draft.note_reuse(node.sampled)
             # A completion may continue directly behind a truncated one.
             if node.new_ids:
-                draft.append(node.new_role, node.new_ids, decode(node.new_ids))
+                new_ids = node.new_ids
+                draft.append(node.new_role, new_ids, decode(new_ids), time=node.time_before)
 
         sampled_ids = node.sampled.output_ids
         start = len(draft)
-        draft.append("assistant", sampled_ids, decode(sampled_ids), node.sampled)
+        draft.append(
+            "assistant", sampled_ids, decode(sampled_ids), node.sampled, node.sampling_time
+        )
         if node.is_constrained:
             draft.constrained.append((start, len(draft)))
         draft.tool_calls += len(node.answer.calls)

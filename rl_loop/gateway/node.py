@@ -1,7 +1,8 @@
 """One sampled turn of a session, and its prompt."""
 
+import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import batched
 from typing import Any
@@ -20,6 +21,7 @@ from rl_loop.gateway.request import (
 )
 from rl_loop.gateway.token_log_probs import TextLogProbs
 from rl_loop.rollout.episode import SampledTurn
+from rl_loop.rollout.episode_clock import CallTime
 
 TOKEN_BYTES = 48
 """Memory of one token: its id as an object of Python, and perhaps a log-prob."""
@@ -83,6 +85,10 @@ class TurnNode:
     """True if the request required a call or a JSON schema."""
     is_leaf: bool = True
     """True if no turn continues from its tokens."""
+    sampling_time: CallTime = field(default_factory=CallTime)
+    """Duration of sampling, and time in the engine's queue."""
+    ended: float = field(default_factory=time.monotonic)
+    """Time at which the turn was complete, in seconds of the monotonic clock."""
 
     def path(self) -> list["TurnNode"]:
         """Return the turns from the root to this one."""
@@ -92,6 +98,16 @@ class TurnNode:
             nodes.append(node)
             node = node.parent
         return nodes[::-1]
+
+    @property
+    def time_before(self) -> CallTime:
+        """Time of the client between the previous turn and this one: its tools and its own code."""
+        sampling = self.sampling_time
+        if self.parent is None or sampling.seconds is None or sampling.waited is None:
+            return CallTime()
+        began = self.ended - sampling.seconds - sampling.waited
+        # Turns of concurrent conversations may overlap.
+        return CallTime(max(0.0, began - self.parent.ended), 0.0)
 
     @property
     def memory_bytes(self) -> int:
@@ -232,6 +248,7 @@ def new_completion(
         dropped=turn.dropped,
         fingerprint=request.fingerprint,
         completed_bytes=len(completed.content),
+        sampling_time=sampled.time,
     )
 
 
@@ -293,4 +310,5 @@ def new_node(
         fingerprint=request.fingerprint,
         is_stored=request.is_stored,
         is_constrained=request.constraint is not None,
+        sampling_time=sampled.time,
     )

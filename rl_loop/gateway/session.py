@@ -324,7 +324,7 @@ class ConversationSession:
         turn = await self._read_turn(sampled.result, request, response_id)
         if turn.kept is not None:
             # No limit ended the turn, because the stop text came before.
-            sampled = SampledTurn(shortened(sampled.result, turn.kept), None)
+            sampled = SampledTurn(shortened(sampled.result, turn.kept), None, sampled.time)
         if request.prompt is None:
             node = new_node(request, response_id, position, prompt, sampled, turn)
         else:

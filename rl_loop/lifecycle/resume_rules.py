@@ -137,6 +137,7 @@ RULES: dict[str, ResumeRule] = {
         ResumeEffect.MAY_CHANGE, "the length of the run and its schedules"
     ),
     "tracking.episodes": RECORDING,
+    "tracking.tags": RECORDING,
     "evaluation.max_concurrent_episodes": ELSEWHERE,
     "evaluation.endpoint": ELSEWHERE,
     "evaluation.endpoint_model": ELSEWHERE,

@@ -29,7 +29,7 @@ from rl_loop.rollout.episode import (
     MalformedTurn,
     invalidated,
 )
-from rl_loop.rollout.episode_clock import OutOfTimeError
+from rl_loop.rollout.episode_clock import CallTime, OutOfTimeError
 from rl_loop.rollout.episode_draft import EpisodeDraft
 from rl_loop.rollout.observation import truncate_observation
 from rl_loop.tasks.episode_prompts import EpisodePromptRenderer, build_prompt
@@ -106,6 +106,8 @@ class EpisodeRunner:
         turn is sampled from them."""
         self.pending_role = ""
         """Author of ``pending_ids``: "tool" or "user"."""
+        self.pending_time = CallTime()
+        """Duration of the step that produced ``pending_ids``."""
         self.calls_run = 0
         """Number of executed tool calls, including the calls of replaced turns."""
 
@@ -168,7 +170,8 @@ class EpisodeRunner:
                 raise EpisodeOver(MalformedTurn(messages.kind))
 
             try:
-                result = await self.take_step(sampled, messages)
+                with self.episode.clock.measure() as self.pending_time:
+                    result = await self.take_step(sampled, messages)
             except OutOfTimeError:
                 raise EpisodeOver(self.episode.out_of_time()) from None
 
@@ -208,9 +211,9 @@ class EpisodeRunner:
         if number > 0:
             draft.note_reuse(turn.result)
         if self.pending_ids:
-            self.append(self.pending_role, self.pending_ids)
+            self.append(self.pending_role, self.pending_ids, time=self.pending_time)
             self.pending_ids = []
-        self.append("assistant", turn.result.output_ids, turn.result)
+        self.append("assistant", turn.result.output_ids, turn.result, turn.time)
 
         # After the append, because the tokens of a truncated turn are a part of the episode.
         if turn.truncated_by is not None:
@@ -273,9 +276,15 @@ class EpisodeRunner:
             reason = f"{what} cannot be rendered: {describe(error)}"
             raise InfrastructureError("environment", reason) from error
 
-    def append(self, role: str, ids: list[int], sampled: GenerateResult | None = None) -> None:
-        """Append a turn: ``sampled`` by the policy, or written by others."""
-        self.draft.append(role, ids, self.codec.decode(ids), sampled)
+    def append(
+        self,
+        role: str,
+        ids: list[int],
+        sampled: GenerateResult | None = None,
+        time: CallTime | None = None,
+    ) -> None:
+        """Append a turn: ``sampled`` by the policy, or written by others. See EpisodeDraft."""
+        self.draft.append(role, ids, self.codec.decode(ids), sampled, time)
 
     # ---- ends of the episode
 

@@ -12,7 +12,7 @@ Every episode has one of four endings:
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import ClassVar, Self
 
 from rl_loop.chat.codec import ChatCodec
@@ -27,7 +27,7 @@ from rl_loop.engines.protocol import (
 )
 from rl_loop.environments.base import StepResult
 from rl_loop.infrastructure import InfrastructureError
-from rl_loop.rollout.episode_clock import EpisodeClock
+from rl_loop.rollout.episode_clock import CallTime, EpisodeClock
 from rl_loop.rollout.turn_sampler import TurnSampler
 
 
@@ -98,6 +98,8 @@ class SampledTurn:
     result: GenerateResult
     truncated_by: LimitReached | None
     """Limit that ended the turn. None if the policy ended it."""
+    time: CallTime = field(default_factory=CallTime, compare=False)
+    """Duration of sampling, and time in the engine's queue or before retries."""
 
     @property
     def reason(self) -> FinishReason:
@@ -210,22 +212,23 @@ class Episode:
         if budget.tokens <= 0:
             raise EpisodeOver(budget.limit)
 
-        result = await self.sampler.sample(
-            name,
-            prefix,
-            budget.tokens,
-            sampling,
-            routes_start=routes_start,
-            new_matcher=new_matcher,
-        )
+        with self.clock.measure() as time:
+            result = await self.sampler.sample(
+                name,
+                prefix,
+                budget.tokens,
+                sampling,
+                routes_start=routes_start,
+                new_matcher=new_matcher,
+            )
         # The engine returns no token only if the time ran out before the first one.
         if not result.output_ids:
             raise EpisodeOver(self.out_of_time())
         if result.finish_reason is FinishReason.LENGTH:
-            return SampledTurn(result, budget.limit)
+            return SampledTurn(result, budget.limit, time)
         if result.finish_reason is FinishReason.TIMEOUT:
-            return SampledTurn(result, self.out_of_time())
-        return SampledTurn(result, None)
+            return SampledTurn(result, self.out_of_time(), time)
+        return SampledTurn(result, None, time)
 
     def keep(self, result: GenerateResult) -> None:
         """Make a sampled turn a part of the episode."""

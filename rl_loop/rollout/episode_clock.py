@@ -2,9 +2,10 @@
 
 import asyncio
 import time
-from collections.abc import Coroutine
-from contextlib import suppress
+from collections.abc import Coroutine, Iterator
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
+from dataclasses import dataclass
 from typing import Any
 
 from rl_loop.infrastructure import InfrastructureError
@@ -19,6 +20,16 @@ class OutOfTimeError(Exception):
     """The time of the episode is over."""
 
 
+@dataclass
+class CallTime:
+    """Duration of a call of an episode."""
+
+    seconds: float | None = None
+    """Seconds in which the clock ran. None before the call ends, or if it was not measured."""
+    waited: float | None = None
+    """Seconds in which the clock was stopped. None like ``seconds``."""
+
+
 class EpisodeClock:
     """Measures the running time of an episode.
 
@@ -30,6 +41,8 @@ class EpisodeClock:
         self._seconds = seconds
         self._left = seconds
         """Seconds that were left when the clock last stopped."""
+        self._ran = 0.0
+        """Seconds in which the clock had run when it last stopped or was reset."""
         self._running_since: float | None = None
 
     def start(self) -> None:
@@ -39,11 +52,13 @@ class EpisodeClock:
 
     def restart(self) -> None:
         """Reset the clock to the whole time limit and start it."""
+        self._ran = self.ran
         self._left = self._seconds
         self._running_since = time.monotonic()
 
     def stop(self) -> None:
         """Stop the clock if it is running."""
+        self._ran = self.ran
         self._left = self.left
         self._running_since = None
 
@@ -51,6 +66,25 @@ class EpisodeClock:
     def is_running(self) -> bool:
         """True if the clock is running."""
         return self._running_since is not None
+
+    @property
+    def ran(self) -> float:
+        """Seconds in which the clock has run, including the time before ``restart``."""
+        if self._running_since is None:
+            return self._ran
+        return self._ran + (time.monotonic() - self._running_since)
+
+    @contextmanager
+    def measure(self) -> Iterator[CallTime]:
+        """Measure the block. The yielded object has the result after the block."""
+        call = CallTime()
+        began, ran = time.monotonic(), self.ran
+        try:
+            yield call
+        finally:
+            total = time.monotonic() - began
+            call.seconds = min(total, self.ran - ran)
+            call.waited = total - call.seconds
 
     @property
     def left(self) -> float:

@@ -7,6 +7,7 @@ import numpy as np
 from megatron_gptoss.token_columns import as_column
 from rl_loop.data.trajectory import Trajectory, Turn, WeightVersionSpan
 from rl_loop.engines.protocol import GenerateResult
+from rl_loop.rollout.episode_clock import CallTime
 from rl_loop.rollout.turn_sampler import shifted
 
 
@@ -41,7 +42,12 @@ class EpisodeDraft:
         return len(self.token_ids)
 
     def append(
-        self, role: str, ids: Sequence[int], text: str, sampled: GenerateResult | None = None
+        self,
+        role: str,
+        ids: Sequence[int],
+        text: str,
+        sampled: GenerateResult | None = None,
+        time: CallTime | None = None,
     ) -> None:
         """Append a turn.
 
@@ -50,10 +56,12 @@ class EpisodeDraft:
             ids: token ids of the turn.
             text: text of the turn, for people.
             sampled: result of the engine. None if the policy is not the author.
+            time: duration of the turn. None if it was not measured.
         """
         start = len(self)
         self.token_ids += ids
-        self.turns.append(Turn(role, start, len(self), text))
+        time = time or CallTime()
+        self.turns.append(Turn(role, start, len(self), text, time.seconds, time.waited))
         if sampled is None:
             self._log_probs += [0.0] * len(ids)
             return
@@ -73,8 +81,8 @@ class EpisodeDraft:
         self.reusable_tokens += len(self)
         self.cached_tokens += min(len(self), sampled.cached_tokens)
 
-    def remove_last_turn(self) -> None:
-        """Remove the last turn, which the policy sampled."""
+    def remove_last_turn(self) -> Turn:
+        """Remove the last turn, which the policy sampled, and return it."""
         turn = self.turns.pop()
         del self.token_ids[turn.start :]
         del self._log_probs[turn.start :]
@@ -88,6 +96,7 @@ class EpisodeDraft:
             piece = self._routes.pop()
             self.routed_tokens -= len(piece)
             self.append_routes(piece[: max(0, known - self.routed_tokens)])
+        return turn
 
     def to_trajectory(self, *, with_routes: bool = True) -> Trajectory:
         """Return the episode without its outcome, which the caller sets.

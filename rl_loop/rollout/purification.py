@@ -27,6 +27,7 @@ from rl_loop.environments.base import Environment, StepResult
 from rl_loop.infrastructure import InfrastructureError
 from rl_loop.rollout.agent import EpisodeRunner, RunnerFactory
 from rl_loop.rollout.episode import Episode, EpisodeOver
+from rl_loop.rollout.episode_clock import CallTime
 from rl_loop.threads import run_in_thread
 
 MAX_RETRIES = 30
@@ -106,8 +107,9 @@ class PurifyingRunner(EpisodeRunner):
         if purified is None:
             return result
 
-        self.draft.remove_last_turn()
-        self.append("assistant", purified.sampled.output_ids, purified.sampled)
+        removed = self.draft.remove_last_turn()
+        time = CallTime(removed.seconds, removed.waited)
+        self.append("assistant", purified.sampled.output_ids, purified.sampled, time)
         self.draft.spliced.append((start + purified.kept, len(self.draft)))
         self.episode.replace_turn(sampled, purified.sampled)
         return purified.result

@@ -8,6 +8,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Literal, Protocol, Self
 
+from megatron_gptoss.samples import TrainingSamples
+from rl_loop.data.trajectory import TrajectoryGroup
+from rl_loop.tracking.conversation_rows import read_conversation
 from rl_loop.tracking.episode_files import (
     delete_steps_after,
     first_episode_id,
@@ -16,7 +19,7 @@ from rl_loop.tracking.episode_files import (
     write_episodes,
     write_vocabulary,
 )
-from rl_loop.tracking.episode_table import SplitEpisodes, episode_table
+from rl_loop.tracking.episode_table import SplitEpisodes, episode_table, spread_evenly
 from rl_loop.tracking.run_directory import RunWriteError
 
 logger = logging.getLogger(__name__)
@@ -100,11 +103,33 @@ class EpisodeRecorder:
         self._in_flight = self._thread.submit(self._write, self._number, step, kept)
         self._number += 1
 
+    def record_conversations(self, step: int, samples: TrainingSamples) -> None:
+        """Start writing conversations that a step of supervised fine-tuning trained on.
+
+        Raises:
+            RunWriteError: if the conversations of the previous step could not be written.
+        """
+        if self._at_most == 0:
+            return
+        self.finish_writing()
+        self._in_flight = self._thread.submit(
+            self._write_conversations, self._number, step, samples
+        )
+        self._number += 1
+
     def finish_writing(self) -> None:
         """Wait until all episodes are on disk. Raises RunWriteError if writing failed."""
         in_flight, self._in_flight = self._in_flight, None
         if in_flight is not None:
             in_flight.result()
+
+    def _write_conversations(self, number: int, step: int, samples: TrainingSamples) -> None:
+        decode = self._vocabulary.decode
+        # Chosen first, because decoding all conversations of a large step takes seconds.
+        chosen = spread_evenly(range(len(samples)), self._at_most)
+        conversations = [read_conversation(samples, i, decode) for i in chosen]
+        groups = [TrajectoryGroup(one.task_id, [one]) for one in conversations]
+        self._write(number, step, [SplitEpisodes("train", groups)])
 
     def _write(self, number: int, step: int, splits: Sequence[SplitEpisodes]) -> None:
         vocabulary = self._vocabulary

@@ -1,5 +1,6 @@
 """Recorded episodes as rows of a table: its columns, and the conversion from trajectories."""
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,7 +14,16 @@ from rl_loop.data.trajectory import Trajectory, TrajectoryGroup
 
 SPAN = pa.struct([("start", pa.int32()), ("end", pa.int32())])
 VERSION_SPAN = pa.struct([*SPAN, pa.field("version", pa.int32())])
-TURN = pa.struct([pa.field("role", pa.string()), *SPAN, pa.field("text", pa.string())])
+TURN = pa.struct(
+    [
+        pa.field("role", pa.string()),
+        *SPAN,
+        pa.field("text", pa.string()),
+        # Null if they were not measured.
+        pa.field("seconds", pa.float32()),
+        pa.field("waited", pa.float32()),
+    ]
+)
 
 SUMMARY_COLUMNS = pa.schema(
     [
@@ -27,7 +37,7 @@ SUMMARY_COLUMNS = pa.schema(
         # Number of the episode in its group.
         pa.field("sample", pa.int32(), nullable=False),
         pa.field("task_id", pa.string(), nullable=False),
-        # Null for an invalid episode.
+        # Null for an invalid episode, and for a conversation of supervised fine-tuning.
         pa.field("reward", pa.float64()),
         pa.field("reward_parts", pa.map_(pa.string(), pa.float64())),
         # Mean over the tokens in the loss. Null if there are none.
@@ -111,7 +121,7 @@ class SampleRow:
     split: str
     task_id: str
     reward: float | None
-    """Reward. None for an invalid episode."""
+    """Reward. None for an invalid episode, and for a conversation of supervised fine-tuning."""
     finish_reason: str
     answer: str | None
     text: str
@@ -164,7 +174,7 @@ def episode_table(
     """
     rows: list[_EpisodeRow] = []
     for split in splits:
-        rows += _thinned(_build_rows(step, split), at_most)
+        rows += spread_evenly(_build_rows(step, split), at_most)
 
     columns: dict[str, pa.Array] = {
         "id": pa.array(range(first_id, first_id + len(rows)), pa.int64()),
@@ -188,7 +198,7 @@ def sample_rows(step: int, splits: Sequence[SplitEpisodes], at_most: int) -> lis
     """Return up to ``at_most`` episodes per split of a step, evenly spread over its tasks."""
     rows: list[_EpisodeRow] = []
     for split in splits:
-        rows += _thinned(_build_rows(step, split), at_most)
+        rows += spread_evenly(_build_rows(step, split), at_most)
 
     samples = []
     for row in rows:
@@ -243,7 +253,8 @@ def _estimates(split: SplitEpisodes) -> dict[str, np.ndarray]:
     return {name: column for name, column in columns.items() if column is not None}
 
 
-def _thinned(rows: list[_EpisodeRow], at_most: int | None) -> list[_EpisodeRow]:
+def spread_evenly[T](rows: Sequence[T], at_most: int | None) -> Sequence[T]:
+    """Return at most ``at_most`` rows, evenly spread, or all rows for None."""
     if at_most is None or len(rows) <= at_most:
         return rows
     if at_most == 0:
@@ -278,7 +289,8 @@ def _versions(row: _EpisodeRow) -> list[int]:
 
 
 def _reward(row: _EpisodeRow) -> float | None:
-    return None if row.trajectory.invalid else float(row.trajectory.reward)
+    reward = float(row.trajectory.reward)
+    return None if math.isnan(reward) else reward
 
 
 def _reward_parts(row: _EpisodeRow) -> list[tuple[str, float]]:
@@ -335,8 +347,7 @@ COLUMN_FUNCTIONS: dict[str, Callable[[_EpisodeRow], Any]] = {
 
 def _turns(row: _EpisodeRow) -> list[dict[str, Any]]:
     return [
-        {"role": turn.role, "start": turn.start, "end": turn.end, "text": _utf8(turn.text)}
-        for turn in row.trajectory.turns
+        vars(turn) | {"text": _utf8(turn.text)} for turn in row.trajectory.turns
     ]
 
 

@@ -56,9 +56,14 @@ class WandbTracker:
                 "unset the variable"
             ) from None
         self._table: Callable[..., Any] = wandb.Table
+        config = yaml.safe_load(config_yaml)
         # With its name as id, a resumed run finds the earlier one.
         self._run: Any = wandb.init(
-            name=run_name, id=run_name, resume="allow", config=yaml.safe_load(config_yaml)
+            name=run_name,
+            id=run_name,
+            resume="allow",
+            config=config,
+            tags=config["tracking"]["tags"],
         )
 
     def log_step(self, step: int, values: dict[str, float]) -> None:

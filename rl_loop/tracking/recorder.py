@@ -164,10 +164,11 @@ class StepRecorder:
         record.add_speed(sum(map(len, rollouts.sequences)))
         self._writer.write(metrics)
 
-    def record_sft_step(self, record: StepRecord, tokens: int) -> None:
-        """Write a finished step of supervised fine-tuning, which trained on ``tokens`` tokens."""
+    def record_sft_step(self, record: StepRecord, samples: TrainingSamples) -> None:
+        """Write a finished step of supervised fine-tuning, which trained on ``samples``."""
         self._write_evaluation(record)
-        record.add_speed(tokens)
+        self._episodes.record_conversations(record.metrics.step, samples)
+        record.add_speed(samples.tokens)
         self._writer.write(record.metrics)
 
     def record_validation(self, record: StepRecord) -> None:

@@ -81,7 +81,7 @@ def test_progress_shows_evaluations_at_completed_steps() -> None:
         progress.step(1, {MetricName.REWARD: 0.5})
         progress.step(1, {MetricName.HELD_OUT_ACCURACY: 0.9})
     assert console.file.getvalue().splitlines() == [
-        "step 0/1  held out 0.100",
+        "step 0/1  held-out accuracy 0.100",
         "step 1/1  reward 0.500  left 0:00",
-        "step 1/1  held out 0.900  left 0:00",
+        "step 1/1  held-out accuracy 0.900  left 0:00",
     ]

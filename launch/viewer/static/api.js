@@ -3,7 +3,9 @@
 async function get(path, parameters = {}, signal = undefined) {
   const query = new URLSearchParams();
   for (const [name, value] of Object.entries(parameters)) {
-    if (value !== "" && value !== null && value !== undefined) query.set(name, value);
+    if (value !== "" && value !== null && value !== undefined) {
+      for (const one of [value].flat()) query.append(name, one);
+    }
   }
   const response = await fetch(`${path}?${query}`, { signal });
   const answer = await response.json();
@@ -13,10 +15,13 @@ async function get(path, parameters = {}, signal = undefined) {
 
 const ofRun = (run) => `/api/runs/${encodeURIComponent(run)}`;
 
-export const listRuns = () => get("/api/runs").then((answer) => answer.runs);
-export const readConfig = (run) => get(`${ofRun(run)}/config`).then((answer) => answer.config);
+/** Fetch {version, runs, labels}. Without runs and labels if `known` is their version. */
+export const listRuns = (known) => get("/api/runs", { known });
+export const readConfig = (run) => get(`${ofRun(run)}/config`);
+export const compareConfigs = (runs) => get("/api/compare", { run: runs });
+export const episodeAddress = (run, id) => `${ofRun(run)}/episodes/${id}`;
 export const findEpisodes = (run, query, signal) => get(`${ofRun(run)}/episodes`, query, signal);
-export const readEpisode = (run, id, signal) => get(`${ofRun(run)}/episodes/${id}`, {}, signal);
+export const readEpisode = (run, id, signal) => get(episodeAddress(run, id), {}, signal);
 
 /** Curves of runs. Each update fetches only new steps. */
 export class Curves {

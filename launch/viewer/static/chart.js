@@ -36,8 +36,9 @@ function placeOf(steps, limit) {
   return low;
 }
 
-function isSparse(steps) {
-  return 2 * steps.length <= steps[steps.length - 1] - steps[0] + 1;
+/** True for a curve with values at fewer than half of its steps, or with one value. */
+export function isSparse(steps) {
+  return steps.length === 1 || 2 * steps.length <= steps[steps.length - 1] - steps[0] + 1;
 }
 
 /** Leave out the steps at which a curve has no value. */
@@ -60,7 +61,7 @@ export const runColor = (place) => `--run-${place % 6}`;
 export class Chart {
   /**
    * @param {string} title
-   * @param {object} options {log: boolean, zoom: Zoom}
+   * @param {object} options {log: boolean, zoom: Zoom, open: function of a curve and a step}
    */
   constructor(title, options) {
     this.title = title;
@@ -76,7 +77,7 @@ export class Chart {
 
   /**
    * Show curves.
-   * @param {Array<{label, color, dash, steps, values}>} curves color: a CSS variable
+   * @param {Array<{label, run, metric, color, dash, steps, values}>} curves color: a CSS variable
    * @param {number} reach of the smoothing, in steps
    */
   show(curves, reach) {
@@ -115,17 +116,19 @@ export class Chart {
     const series = drawn.map(({ curve, faint }) => ({
       label: curve.label,
       stroke: themeColor(curve.color),
-      width: faint ? 1 : 2,
+      // A line between rare measurements shows no values, so the points are stronger.
+      width: faint || isSparse(curve.steps) ? 1 : 2,
       alpha: faint ? 0.3 : 1,
       dash: DASHES[curve.dash % DASHES.length],
       spanGaps: true,
-      points: { show: (data[0].length < 30 || isSparse(curve.steps)) && !faint, size: 5 },
+      points: { show: (data[0].length < 30 || isSparse(curve.steps)) && !faint, size: isSparse(curve.steps) ? 8 : 5 },
     }));
     const axis = {
       stroke: themeColor("--soft"),
       grid: { stroke: themeColor("--line"), width: 1 },
       ticks: { stroke: themeColor("--line"), width: 1 },
       font: "12px system-ui, sans-serif",
+      size: 34,
     };
     const valueAxis = { ...axis, size: 58, values: (_, ticks) => ticks.map(tickName) };
     // A logarithmic axis cannot show 0, for example the mismatch of an engine with equal results.
@@ -139,7 +142,13 @@ export class Chart {
         series: [{ label: "step" }, ...series],
         axes: [axis, isLog ? { ...valueAxis, splits: (_, side, min, max) => logTicks(min, max) } : valueAxis],
         legend: { show: false },
-        cursor: { sync: { key: "steps" }, drag: { x: true, y: false }, points: { size: 7 } },
+        cursor: {
+          sync: { key: "steps" },
+          drag: { x: true, y: false },
+          points: { size: 7 },
+          // A click opens episodes, so a second click must not do something else.
+          bind: { dblclick: () => null },
+        },
         hooks: {
           setCursor: [(plot) => this.showValues(plot.cursor.idx)],
           setSelect: [(plot) => plot.select.width > 0 && this.options.zoom.take(plot)],
@@ -148,28 +157,41 @@ export class Chart {
       data,
       this.canvas,
     );
-    // uPlot resets the zoom of this chart on a double click. Reset the other charts, too.
-    this.plot.over.addEventListener("dblclick", () => this.options.zoom.reset());
+    this.openOnClick();
+  }
+
+  /** Open the episodes of a point that is clicked. A drag selects a range instead. */
+  openOnClick() {
+    const { over } = this.plot;
+    let pressed = 0;
+    over.addEventListener("mousedown", (event) => (pressed = event.clientX));
+    over.addEventListener("click", (event) => {
+      const { idx } = this.plot.cursor;
+      if (Math.abs(event.clientX - pressed) > 3 || idx === null || idx === undefined) return;
+      const step = this.plot.data[0][idx];
+      const value = this.plot.posToVal(this.plot.cursor.top, "y");
+      const distance = (curve) => Math.abs(valueAt(curve, step).value - value);
+      const measured = this.curves.filter((curve) => curve.steps.includes(step));
+      measured.sort((a, b) => distance(a) - distance(b));
+      if (measured.length > 0) this.options.open(measured[0], step);
+    });
   }
 
   /** Write the values at the cursor below the chart, or the newest values without a cursor. */
   showValues(index) {
+    const step = index === null || index === undefined ? null : this.plot.data[0][index];
     const entries = this.curves.map((curve) => {
-      const value = index === null || index === undefined ? newest(curve) : this.valueAt(curve, index);
+      const { value, from } = step === null ? { value: newest(curve), from: null } : valueAt(curve, step);
       const line = element("span.line");
       line.style.setProperty("--curve", `var(${curve.color})`);
       if (curve.dash > 0) line.classList.add("dashed");
-      return element("span", {}, line, `${curve.label} `, element("b", {}, number(value)));
+      const where = step === null || from === step ? "" : ` (step ${number(from)})`;
+      return element("span", {}, line, `${curve.label} `, element("b", {}, number(value)), where);
     });
+    if (step !== null) entries.unshift(element("span.at", {}, `step ${number(step)}`));
     this.legend.replaceChildren(...entries);
     const words = this.curves.map((curve) => `${curve.label} ${number(newest(curve))}`);
     this.canvas.setAttribute("aria-label", `${this.title} over steps; newest: ${words.join(", ")}`);
-  }
-
-  valueAt(curve, index) {
-    const step = this.plot.data[0][index];
-    const place = curve.steps.indexOf(step);
-    return place < 0 ? null : curve.values[place];
   }
 
   resize() {
@@ -210,6 +232,14 @@ export function logTicks(min, max) {
     for (const factor of factors) ticks.push(Number(`${factor}e${first + i}`));
   }
   return ticks.filter((tick) => min <= tick && tick <= max);
+}
+
+/** Value of a curve at a step: {value, from}. `from` is the nearest step that has a value. */
+function valueAt(curve, step) {
+  const after = Math.min(placeOf(curve.steps, step), curve.steps.length - 1);
+  const before = Math.max(0, after - 1);
+  const place = step - curve.steps[before] < curve.steps[after] - step ? before : after;
+  return { value: curve.values[place], from: curve.steps[place] };
 }
 
 const newest = (curve) => curve.values[curve.values.length - 1];

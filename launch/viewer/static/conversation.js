@@ -1,9 +1,16 @@
 // An episode as a conversation.
 
+import { chip } from "./chips.js";
+import { copyButton } from "./copying.js";
 import { element } from "./dom.js";
 import { number, visible } from "./format.js";
 
 const FOLDED = ["system", "developer"];
+
+/** Author, channel and recipient of a message. */
+function heading({ role, channel, recipient }) {
+  return [role, channel, role === "assistant" && recipient && `to ${recipient}`].filter(Boolean).join(" ");
+}
 
 /** Create the node of one message. */
 export function messageNode(message) {
@@ -20,34 +27,48 @@ export function messageNode(message) {
   );
   const text = element(isCode ? "pre.code" : "div.text", {}, visible(message.text));
   if (isCode) text.tabIndex = 0;
+  const copy = copyButton("Copy", `Copy the message of ${heading(message)}`, () => message.text);
   const classes = ["message", message.is_sampled ? "sampled" : "given", message.channel ?? "none"];
   const isFolded = FOLDED.includes(message.role) && !message.is_sampled;
   const node = isFolded
-    ? element("details", {}, element("summary", {}, title), text)
-    : element("section", {}, title, text);
+    ? element("details", { "data-start": message.start }, element("summary", {}, title), copy, text)
+    : element("section", { "data-start": message.start }, title, copy, text);
   node.classList.add(...classes.map((name) => name.replace(/\W/g, "_")));
   return node;
 }
 
-/** Summary of the result of an episode, in one line. */
+/** Conversation as plain text, for the clipboard. */
+export function conversationText(episode) {
+  return episode.messages.map((message) => `[${heading(message)}]\n${message.text}`).join("\n\n");
+}
+
+/** Chips with the result of an episode. */
 export function outcome(episode) {
-  const pill = (text, kind = "") => element("span.pill", { className: `pill ${kind}` }, text);
-  const parts = Object.entries(episode.reward_parts ?? {}).map(([name, value]) => `${name} ${round(value)}`);
+  const isJudged = (episode.reward ?? null) !== null;
+  const parts = Object.entries(episode.reward_parts ?? {});
+  const cut = (text) => (text.length > 80 ? `${text.slice(0, 80)} …` : text);
+  const failed = episode.tool_errors > 0 ? `, ${episode.tool_errors} failed` : "";
+  const isConversation = !isJudged && !episode.invalid;
   return element(
     "div.outcome",
     {},
-    episode.invalid
-      ? pill(`invalid, ${episode.invalid}: ${episode.invalid_reason}`, "bad")
-      : pill(`reward ${round(episode.reward)}`, episode.reward > 0 ? "good" : "bad"),
-    (episode.advantage ?? null) === null ? null : pill(`advantage ${round(episode.advantage)}`),
-    parts.length > 0 ? pill(parts.join(", ")) : null,
-    pill(`ends: ${episode.format_error ? `format error, ${episode.format_error}` : episode.finish_reason}`),
-    episode.excluded ? pill("not trained on", "bad") : null,
-    pill(`tool calls ${episode.tool_calls}, failed ${episode.tool_errors}`),
-    pill(`${number(episode.sampled_tokens)} of ${number(episode.tokens)} tokens sampled`),
-    (episode.answer ?? null) === null ? null : pill(`answer ${episode.answer.slice(0, 80)}`),
-    (episode.expected_answer ?? null) === null ? null : pill(`expected ${episode.expected_answer.slice(0, 80)}`),
+    episode.invalid ? chip("problem", "invalid", `${episode.invalid}: ${episode.invalid_reason}`, "bad") : null,
+    isJudged ? chip("reward", "reward", round(episode.reward), episode.reward > 0 ? "good" : "bad") : null,
+    (episode.advantage ?? null) === null ? null : chip("reward", "advantage", round(episode.advantage)),
+    parts.map(([name, value]) => chip("reward", name.replaceAll("_", " "), round(value))),
+    isConversation ? null : chip("end", "ends", episode.format_error ? `format error, ${episode.format_error}` : episode.finish_reason),
+    episode.excluded ? chip("problem", "", "not trained on", "bad") : null,
+    isConversation ? null : chip("tools", "tool calls", `${episode.tool_calls}${failed}`),
+    chip("tokens", isConversation ? "in the loss" : "sampled", `${number(episode.sampled_tokens)} of ${number(episode.tokens)} tokens`),
+    (episode.answer ?? null) === null ? null : chip("answer", "answer", cut(episode.answer)),
+    (episode.expected_answer ?? null) === null ? null : chip("answer", "expected", cut(episode.expected_answer)),
   );
+}
+
+/** Class of an episode's color: rewarded, unrewarded, or none for a conversation. */
+export function rewardClass(episode) {
+  if ((episode.reward ?? null) === null && !episode.invalid) return "unjudged";
+  return episode.reward > 0 ? "rewarded" : "unrewarded";
 }
 
 const round = (value) => ((value ?? null) === null ? "none" : String(Number(value.toPrecision(4))));

@@ -1,24 +1,22 @@
-// View of several runs: state and checks of each run, and curves of the selected runs.
+// Curves of the chosen runs, below the state and the checks of each.
 
 import { Chart, Zoom, runColor } from "./chart.js";
 import { element, fill, labeled } from "./dom.js";
-import { ago, number } from "./format.js";
-
-const MAX_COMPARED = 6;
+import { runCard } from "./run_card.js";
 
 /** First charts of every run: [title, metrics, on a log scale]. */
 const CHARTS = [
   ["reward", ["reward"]],
   ["accuracy", ["accuracy", "held_out/accuracy"]],
-  ["engine-trainer mismatch (nats)", ["mismatch/log_prob_gap_mean", "mismatch/kl_k3"], true],
+  ["|Δlogp|: engine-trainer mismatch (nats)", ["mismatch/log_prob_gap_mean", "mismatch/kl_k3"], true],
   ["importance ratio: largest deviation from 1", ["ratio/deviation_max"]],
   ["entropy (nats)", ["entropy"]],
-  ["gradient norm", ["grad_norm"]],
-  ["loss", ["loss"]],
+  ["grad norm", ["grad_norm"]],
+  ["loss", ["loss", "validation/loss"]],
   ["staleness (weight versions)", ["rollout/staleness_max"]],
   ["tasks with zero advantage", ["rollout/zero_advantage_fraction"]],
   ["sampled tokens per episode", ["response_tokens"]],
-  ["tool-call rate", ["tool_call_rate", "held_out/tool_call_rate"]],
+  ["tool calls", ["tool_call_rate", "held_out/tool_call_rate"]],
   ["turns", ["turns", "held_out/turns"]],
   ["tokens/s", ["tokens_per_second"]],
   ["shared prefixes (share of tokens)", ["prefixes/saved_tokens", "prefixes/route_conflicts"]],
@@ -33,16 +31,6 @@ const FAMILIES = [
   ["episode endings", "finish/"],
 ];
 
-const STATES = {
-  running: "running",
-  finished: "finished",
-  stopped: "stopped",
-  stalled: "no step for a while",
-  waiting: "no step yet",
-};
-
-const HEADLINES = { "held_out/accuracy": "held-out accuracy" };
-
 export class CurvesView {
   constructor(app) {
     this.app = app;
@@ -53,7 +41,8 @@ export class CurvesView {
   }
 
   show() {
-    this.cards = element("section.runs", { "aria-label": "Runs" });
+    this.cards = element("section.runs", { "aria-label": "Shown runs" });
+    this.hint = element("p.soft.hint", {}, "Click a point to open the episodes of its step. Drag to zoom.");
     this.grid = element("section.charts", { "aria-label": "Curves" });
     this.from = element("input", { type: "number", min: 0, placeholder: "first", onchange: () => this.typeZoom() });
     this.to = element("input", { type: "number", min: 0, placeholder: "last", onchange: () => this.typeZoom() });
@@ -78,10 +67,10 @@ export class CurvesView {
     });
     fill(
       this.app.main,
-      element("h1", {}, "Runs"),
+      element("h1.hidden-title", {}, "Curves"),
       this.cards,
       element(
-        "div.controls",
+        "div.controls.of-charts",
         {},
         labeled("Smoothing", smoothing),
         labeled("From step", this.from),
@@ -89,31 +78,15 @@ export class CurvesView {
         element("button", { type: "button", onclick: () => this.zoom.reset() }, "Whole run"),
         labeled("Metric", this.search),
       ),
+      this.hint,
       this.grid,
     );
     this.update();
   }
 
-  /** Runs to compare: the runs in the address, or else the newest run. */
-  chosen() {
-    const named = (this.app.parameters.runs ?? "").split(",").filter(Boolean);
-    const chosen = this.app.runs.filter((run) => named.includes(run.name));
-    if (chosen.length > 0) return chosen;
-    const newest = [...this.app.runs].sort((a, b) => (b.time ?? 0) - (a.time ?? 0));
-    return newest.slice(0, 1);
-  }
-
-  toggle(run) {
-    const chosen = new Set(this.chosen().map((each) => each.name));
-    if (!chosen.delete(run.name)) chosen.add(run.name);
-    if (chosen.size > MAX_COMPARED) return;
-    this.app.go("curves", { runs: [...chosen].join(",") }, { replace: true });
-    this.update();
-  }
-
   async update() {
     this.showCards();
-    const chosen = this.chosen();
+    const chosen = this.app.chosen();
     const changes = await Promise.all(chosen.map((run) => this.app.curves.refresh(run)));
     const names = chosen.map((run) => run.name).join();
     if (changes.some(Boolean) || names !== this.drawn) this.draw();
@@ -121,72 +94,21 @@ export class CurvesView {
   }
 
   showCards() {
-    const chosen = this.chosen();
-    const focused = document.activeElement?.dataset?.run;
-    const wasOpen = new Set(
-      [...this.cards.querySelectorAll("details[open]")].map((node) => node.dataset.run),
-    );
-    fill(
-      this.cards,
-      this.app.runs.map((run) => this.card(run, chosen, wasOpen.has(run.name))),
-    );
-    if (focused) this.cards.querySelector(`input[data-run="${CSS.escape(focused)}"]`)?.focus();
+    const chosen = this.app.chosen();
+    const signature = JSON.stringify(chosen);
+    // Nothing replaces a card that the user may be reading.
+    if (signature === this.shown) return;
+    this.shown = signature;
+    const open = [...this.cards.querySelectorAll("details[open]")].map((node) => node.dataset.run);
+    fill(this.cards, chosen.map((run) => runCard(this.app, run, open.includes(run.name), chosen.length > 1)));
   }
 
-  card(run, chosen, isOpen) {
-    const isChosen = chosen.some((each) => each.name === run.name);
-    const box = element("input", {
-      type: "checkbox",
-      checked: isChosen,
-      "data-run": run.name,
-      onchange: () => this.toggle(run),
-    });
-    const swatch = element("span.swatch");
-    if (isChosen) swatch.style.setProperty("--curve", `var(${this.colorOf(run, chosen)})`);
-
-    const of = run.steps ? ` of ${number(run.steps)}` : "";
-    const progress = run.step === null ? "" : `step ${number(run.step)}${of}, ${ago(run.time)}`;
-    const headlines = Object.entries(run.headlines).map(([name, value]) =>
-      element("div", {}, element("dt", {}, HEADLINES[name] ?? name), element("dd", {}, number(value, 3))),
-    );
-    const troubles = run.findings.filter((finding) => finding.level !== "good");
-    return element(
-      "article.card.run",
-      { "data-health": troubles[0]?.level ?? "good" },
-      element("label.name", {}, box, swatch, element("strong", {}, run.name)),
-      element("div", {}, element(`span.state.${run.state}`, {}, STATES[run.state]), " ", progress),
-      troubles.map((finding) => this.finding(finding)),
-      this.healthy(run, troubles.length, isOpen),
-      element("dl.headlines", {}, headlines),
-      run.has_episodes ? element("a", { href: this.app.address("episodes", { run: run.name }) }, "Episodes") : "",
-    );
-  }
-
-  /** Color of each run, for any selection. If one run is selected, its metrics have colors. */
-  colorOf(run, chosen) {
-    return runColor(chosen.length === 1 ? 0 : this.app.runs.findIndex((each) => each.name === run.name));
-  }
-
-  finding(finding) {
-    return element(
-      `p.finding.${finding.level}`,
-      {},
-      element("b", {}, `${finding.level === "bad" ? "Failed" : "Warning"}: ${finding.check}. `),
-      finding.message,
-    );
-  }
-
-  /** Collapsed list of the checks that passed. */
-  healthy(run, troubles, isOpen) {
-    const good = run.findings.filter((finding) => finding.level === "good");
-    if (good.length === 0) return null;
-    const title = troubles === 0 ? `All ${good.length} checks pass` : `${good.length} checks pass`;
-    return element(
-      "details",
-      { open: isOpen, "data-run": run.name },
-      element(`summary.${troubles === 0 ? "well" : "soft"}`, {}, title),
-      element("ul", {}, good.map((finding) => element("li", {}, `${finding.check}: ${finding.message}`))),
-    );
+  /** Open the episodes of a point. */
+  open(curve, step) {
+    const run = this.app.runs.find((each) => each.name === curve.run);
+    if (!run?.has_episodes) return;
+    const split = curve.metric.startsWith("held_out/") ? "held_out" : "";
+    this.app.go("episodes", { run: run.name, step_from: step, step_to: step, split });
   }
 
   typeZoom() {
@@ -198,7 +120,7 @@ export class CurvesView {
   draw() {
     this.from.value = this.zoom.from ?? "";
     this.to.value = this.zoom.to ?? "";
-    const runs = this.chosen().filter((run) => this.app.curves.of(run.name));
+    const runs = this.app.chosen().filter((run) => this.app.curves.of(run.name));
     const wanted = this.layout(runs);
 
     for (const [title, chart] of this.charts) {
@@ -208,11 +130,15 @@ export class CurvesView {
       this.charts.delete(title);
     }
     for (const [title, { metrics, log }] of wanted) {
-      if (!this.charts.has(title)) this.charts.set(title, new Chart(title, { log, zoom: this.zoom }));
+      if (!this.charts.has(title)) this.charts.set(title, this.newChart(title, log));
       const chart = this.charts.get(title);
       this.grid.append(chart.node);
       chart.show(this.curves(runs, metrics), this.reach);
     }
+  }
+
+  newChart(title, log) {
+    return new Chart(title, { log, zoom: this.zoom, open: (curve, step) => this.open(curve, step) });
   }
 
   /** Charts to show: title -> metrics. A search selects the metrics whose name contains its text. */
@@ -240,13 +166,22 @@ export class CurvesView {
     return runs.flatMap((run) => {
       const { steps, metrics: values } = this.app.curves.of(run.name);
       return metrics.map((name, i) => ({
-        label: runs.length === 1 ? short(name, metrics) : `${run.name} ${metrics.length > 1 ? short(name, metrics) : ""}`,
-        color: runs.length === 1 ? runColor(i) : this.colorOf(run, runs),
+        label: runs.length === 1 ? this.short(name, metrics) : `${run.name} ${metrics.length > 1 ? this.short(name, metrics) : ""}`,
+        run: run.name,
+        metric: name,
+        color: runs.length === 1 ? runColor(i) : this.app.colorOf(run),
         dash: runs.length === 1 ? Math.floor(i / 6) : i,
         steps,
         values: values[name] ?? new Array(steps.length).fill(null),
       }));
     });
+  }
+
+  /** Label of a metric, or else its name without the common prefix of its chart. */
+  short(name, metrics) {
+    if (name in this.app.labels || metrics.length === 1) return this.app.label(name);
+    const folder = name.slice(0, name.lastIndexOf("/") + 1);
+    return metrics.every((each) => each.startsWith(folder)) ? name.slice(folder.length) : name;
   }
 
   recolor() {
@@ -262,11 +197,4 @@ export class CurvesView {
   close() {
     for (const chart of this.charts.values()) chart.close();
   }
-}
-
-/** Name of a metric without the common prefix of its chart. */
-function short(name, metrics) {
-  if (metrics.length === 1) return name;
-  const folder = name.slice(0, name.lastIndexOf("/") + 1);
-  return metrics.every((each) => each.startsWith(folder)) ? name.slice(folder.length) : name;
 }

@@ -1,10 +1,24 @@
 // View of one episode, as a conversation or as colored tokens.
 
-import { findEpisodes, readEpisode } from "./api.js";
+import { episodeAddress, findEpisodes, readEpisode } from "./api.js";
 import { COLORINGS, available, facts, strengths } from "./coloring.js";
-import { messageNode, outcome } from "./conversation.js";
+import { conversationText, messageNode, outcome, rewardClass } from "./conversation.js";
+import { copyButton } from "./copying.js";
 import { element, fill, labeled, select } from "./dom.js";
 import { number, visible } from "./format.js";
+import { timeline } from "./timeline.js";
+
+/** Facts of an episode at its side: [name, text or null]. */
+const SIDE_FACTS = [
+  ["run", (episode, app) => app.run().name],
+  ["step", (episode) => number(episode.step)],
+  ["split", (episode) => episode.split.replace("_", "-")],
+  ["task of the step", (episode) => number(episode.group)],
+  ["sample", (episode) => number(episode.sample)],
+  ["turns of the policy", (episode) => number(episode.assistant_turns)],
+  ["weight versions", ({ oldest_version: from, newest_version: to }) => (from === null ? null : from === to ? number(from) : `${from} to ${to}`)],
+  ["engine-trainer gap (nats)", (episode) => (episode.log_prob_gap === null ? null : number(episode.log_prob_gap, 3))],
+];
 
 export class EpisodeView {
   constructor(app) {
@@ -23,8 +37,8 @@ export class EpisodeView {
       return;
     }
     const { step, split, group, sample, task_id: task } = this.episode;
-    const isRewarded = this.episode.reward > 0;
-    this.content = element(`div.content.${isRewarded ? "rewarded" : "unrewarded"}`);
+    this.content = element(`div.content.${rewardClass(this.episode)}`);
+    this.details = element("dl.details.card", { "aria-live": "polite", hidden: true });
     this.tools = element("div.controls");
     fill(
       this.app.main,
@@ -33,9 +47,34 @@ export class EpisodeView {
       element("p.soft", {}, `step ${step}, ${split?.replace("_", "-")}, task ${group}, sample ${sample}`),
       outcome(this.episode),
       this.tools,
-      this.content,
+      element("div.episode", {}, element("div.side", {}, this.details, this.side()), this.content),
     );
     this.draw();
+  }
+
+  /** Timeline and facts, at the right of a wide screen. */
+  side() {
+    const facts = SIDE_FACTS.map(([name, text]) => [name, text(this.episode, this.app)]);
+    return [
+      timeline(this.episode, (token) => this.scrollTo(token)),
+      element(
+        "dl.card.facts-list",
+        {},
+        facts
+          .filter(([, text]) => text !== null)
+          .map(([name, text]) => element("div", {}, element("dt", {}, name), element("dd", {}, text))),
+      ),
+    ];
+  }
+
+  /** Scroll to the message of a token. */
+  scrollTo(token) {
+    const messages = [...this.content.querySelectorAll("[data-start]")];
+    const ends = (node) => this.episode.messages.find((message) => message.start === Number(node.dataset.start)).end;
+    const found = messages.find((node) => token < ends(node)) ?? messages.at(-1);
+    if (found?.matches("details")) found.open = true;
+    found?.scrollIntoView({ block: "start" });
+    messages.forEach((node) => node.classList.toggle("found", node === found));
   }
 
   backAddress() {
@@ -74,7 +113,10 @@ export class EpisodeView {
       element("a.button", { href: this.groupAddress() }, "Same task side by side"),
       element("button", { type: "button", onclick: () => this.move(-1) }, "Previous"),
       element("button", { type: "button", onclick: () => this.move(1) }, "Next"),
+      copyButton("Copy conversation", "Copy the whole conversation as text", () => conversationText(this.episode)),
+      element("a.button", { href: this.exportAddress(), download: this.fileName() }, "Export as JSON"),
     );
+    this.details.hidden = view !== "tokens";
     if (view === "tokens") this.drawTokens(color);
     else fill(this.content, this.episode.messages.map(messageNode));
   }
@@ -88,14 +130,13 @@ export class EpisodeView {
       const who = [message.role, message.channel, message.recipient && `→ ${message.recipient}`];
       return element(
         "section.message",
-        {},
+        { "data-start": message.start },
         element("span.who", {}, element("b", {}, who.filter(Boolean).join(" "))),
         element("pre.tokens", {}, spans),
       );
     });
-    this.details = element(
-      "dl.details.card",
-      { "aria-live": "polite" },
+    fill(
+      this.details,
       element("div", {}, element("dt", {}, "Token"), element("dd", {}, "Click one, or use ← and →.")),
     );
     const tokens = element(
@@ -108,7 +149,7 @@ export class EpisodeView {
       },
       messages,
     );
-    fill(this.content, element("div.token-view", {}, tokens, this.details));
+    fill(this.content, tokens);
     if (this.token !== null) this.choose(this.token, false);
   }
 
@@ -138,6 +179,15 @@ export class EpisodeView {
         element("div", {}, element("dt", {}, name), element("dd", {}, number(value, 6))),
       ),
     );
+  }
+
+  exportAddress() {
+    return episodeAddress(this.app.run().name, this.episode.id);
+  }
+
+  fileName() {
+    const { step, split, group, sample } = this.episode;
+    return `${this.app.run().name}-step${step}-${split}-${group}-${sample}.json`;
   }
 
   /** Go to the next or previous episode of the table, with its filters and order. */

@@ -3,7 +3,6 @@
 import { findEpisodes } from "./api.js";
 import { debounced, element, fill, labeled, select } from "./dom.js";
 import { number } from "./format.js";
-import { runChoice } from "./run_choice.js";
 
 const PAGE = 50;
 
@@ -18,11 +17,30 @@ const COLUMNS = [
   ["finish_reason", "End", false, (row) => row.format_error ?? row.finish_reason ?? ""],
   ["tool_calls", "Tool calls", true, toolCalls],
   ["assistant_turns", "Turns", true, (row) => number(row.assistant_turns)],
+  ["tokens", "Tokens", true, (row) => number(row.tokens)],
   ["sampled_tokens", "Sampled", true, (row) => number(row.sampled_tokens)],
   ["log_prob_gap", "Gap (nats)", true, (row) => number(row.log_prob_gap, 2)],
   ["answer", "Answer", false, (row) => (row.answer ?? "").slice(0, 60)],
   ["expected_answer", "Expected", false, (row) => (row.expected_answer ?? "").slice(0, 60)],
 ];
+
+/** Columns of a run of supervised fine-tuning. Its conversations have no reward, and no ending. */
+const OF_CONVERSATIONS = ["step", "task_id", "assistant_turns", "tokens", "sampled_tokens"];
+const CONVERSATION_TITLES = {
+  task_id: "Conversation",
+  assistant_turns: "Turns in the loss",
+  sampled_tokens: "Tokens in the loss",
+};
+
+/** Columns of a run's table, and their titles. */
+function columnsOf(run) {
+  if (run.kind !== "sft") return COLUMNS.filter(([name]) => name !== "tokens");
+  return COLUMNS.filter(([name]) => OF_CONVERSATIONS.includes(name)).map(([name, title, ...rest]) => [
+    name,
+    CONVERSATION_TITLES[name] ?? title,
+    ...rest,
+  ]);
+}
 
 function toolCalls(row) {
   return row.tool_errors > 0 ? `${row.tool_calls}, ${row.tool_errors} failed` : number(row.tool_calls);
@@ -50,9 +68,12 @@ export class EpisodesView {
       this.showNone();
       return;
     }
+    this.isOfSft = this.app.run().kind === "sft";
+    this.columns = columnsOf(this.app.run());
+    const inputs = this.isOfSft ? INPUTS.filter(([name]) => !name.startsWith("reward")) : INPUTS;
     const changed = debounced(200, (name, value) => this.filter(name, value));
     this.inputs = Object.fromEntries(
-      INPUTS.map(([name, , type]) => [
+      inputs.map(([name, , type]) => [
         name,
         element("input", {
           type,
@@ -70,12 +91,11 @@ export class EpisodesView {
     this.head = element("tr");
     fill(
       this.app.main,
-      element("h1", {}, "Episodes"),
+      element("h1", {}, this.title()),
       element(
         "form.controls",
         { role: "search", onsubmit: (event) => event.preventDefault() },
-        runChoice(this.app, "episodes"),
-        INPUTS.map(([name, title]) => labeled(title, this.inputs[name])),
+        inputs.map(([name, title]) => labeled(title, this.inputs[name])),
         this.choices,
       ),
       this.summary,
@@ -90,15 +110,18 @@ export class EpisodesView {
     this.load();
   }
 
+  title() {
+    return `${this.isOfSft ? "Conversations" : "Episodes"} of ${this.app.run().name}`;
+  }
+
   /** Show a message in place of the table. */
   showNone() {
     const why =
-      "No episodes are recorded. gptoss rl records episodes after its first step, unless tracking.episodes is 0. Supervised runs have no episodes.";
+      "No episodes are recorded. gptoss rl and gptoss sft record them after their first step, unless tracking.episodes is 0.";
     this.isEmpty = true;
     fill(
       this.app.main,
-      element("h1", {}, "Episodes"),
-      element("form.controls", { onsubmit: (event) => event.preventDefault() }, runChoice(this.app, "episodes")),
+      element("h1", {}, `Episodes of ${this.app.run().name}`),
       element("p.soft", { role: "status" }, why),
     );
   }
@@ -155,7 +178,7 @@ export class EpisodesView {
     const { sort = "id", descending = "true", offset = "0", split = "", finish = "", tools = "" } = this.app.parameters;
     const all = [["", "all"]];
     const ends = [...page.finish_reasons, "invalid"];
-    if (!this.choices.contains(document.activeElement)) {
+    if (!this.isOfSft && !this.choices.contains(document.activeElement)) {
       fill(
         this.choices,
         labeled("Split", select(all.concat(page.splits.map((s) => [s, s.replace("_", "-")])), split, (v) => this.filter("split", v))),
@@ -165,11 +188,12 @@ export class EpisodesView {
     }
     const isSearching = page.searched < page.recorded;
     const searched = isSearching ? `; ${number(page.searched)} of ${number(page.recorded)} searched …` : "";
-    this.summary.textContent = `${number(page.total)} of ${number(page.recorded)} episodes${searched}`;
+    const rows = this.isOfSft ? "conversations" : "episodes";
+    this.summary.textContent = `${number(page.total)} of ${number(page.recorded)} ${rows}${searched}`;
 
     fill(this.damages, page.damaged.map((text) => element("p.finding.bad", {}, element("b", {}, "Left out: "), text)));
 
-    fill(this.head, COLUMNS.map((column) => this.heading(column, sort, descending)));
+    fill(this.head, this.columns.map((column) => this.heading(column, sort, descending)));
     fill(this.body, page.rows.map((row, place) => this.tableRow(row, place)));
     this.mark(Math.min(this.row, page.rows.length - 1), false);
     this.drawPages(page.total, Number(offset));
@@ -185,7 +209,7 @@ export class EpisodesView {
 
   tableRow(row, place) {
     const address = this.episodeAddress(row, place);
-    const cells = COLUMNS.map(([name, title, isNumber, text]) => {
+    const cells = this.columns.map(([name, title, isNumber, text]) => {
       const shown = name === "task_id" ? element("a", { href: address }, text(row)) : text(row);
       return element("td", { className: isNumber ? "number" : "", "data-label": title }, shown);
     });

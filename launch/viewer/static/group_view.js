@@ -1,7 +1,7 @@
 // View of the episodes of one task side by side, to compare good and bad ones.
 
 import { findEpisodes, readEpisode } from "./api.js";
-import { messageNode, outcome } from "./conversation.js";
+import { messageNode, outcome, rewardClass } from "./conversation.js";
 import { element, fill } from "./dom.js";
 
 export class GroupView {
@@ -47,7 +47,7 @@ export class GroupView {
     // All episodes have the same prompt.
     const first = episode.messages.findIndex((message) => message.is_sampled);
     return element(
-      `article.card.${episode.reward > 0 ? "rewarded" : "unrewarded"}`,
+      `article.card.${rewardClass(episode)}`,
       {},
       element("h2", {}, element("a", { href: address }, `Sample ${episode.sample}`)),
       outcome(episode),
