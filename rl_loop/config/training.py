@@ -71,7 +71,7 @@ class TrackingConfig(StrictModel):
     """Number of whole episodes to record per step and split in ``runs/NAME/episodes``, evenly
     spread over the tasks, or all. 5 to 12 bytes per token. Lower it only if the disk is too
     small. In ``gptoss sft``, the conversations of a step, by default 8."""
-    tags: list[str] = []
+    tags: list[str] = Field(default_factory=list)
     """Words by which ``gptoss view`` finds and groups runs, such as [baseline, long-context]. They
     are also tags of Weights & Biases."""
 

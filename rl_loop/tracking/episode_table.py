@@ -346,9 +346,7 @@ COLUMN_FUNCTIONS: dict[str, Callable[[_EpisodeRow], Any]] = {
 
 
 def _turns(row: _EpisodeRow) -> list[dict[str, Any]]:
-    return [
-        vars(turn) | {"text": _utf8(turn.text)} for turn in row.trajectory.turns
-    ]
+    return [vars(turn) | {"text": _utf8(turn.text)} for turn in row.trajectory.turns]
 
 
 def _weight_versions(row: _EpisodeRow) -> list[dict[str, int]]:

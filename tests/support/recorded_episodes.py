@@ -24,6 +24,10 @@ DIGITS = [str(digit) for digit in range(10)]
 OTHERS = ["Compute ", "print(", ")", " + ", "The answer is ", "\n", " to=assistant", "<i>bold</i>"]
 
 
+DURATIONS = {"prompt": (None, None), "assistant": (0.5, 0.25), "tool": (1.5, 0.0)}
+"""Seconds of a turn by its role, and seconds that it waited."""
+
+
 class Words:
     """A vocabulary of whole words."""
 
@@ -60,7 +64,8 @@ def solved(task: str, *, reward: float = 1.0, version: int = 0, digit: int = 4) 
         start = len(ids)
         ids += VOCABULARY.encode(*texts)
         mask += [int(role == "assistant")] * len(texts)
-        recorded.append(Turn(role, start, len(ids), "".join(texts)))
+        seconds, waited = DURATIONS[role]
+        recorded.append(Turn(role, start, len(ids), "".join(texts), seconds, waited))
     spans = [
         WeightVersionSpan(turn.start, turn.end, version)
         for turn in recorded

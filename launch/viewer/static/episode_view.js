@@ -37,6 +37,10 @@ export class EpisodeView {
       return;
     }
     const { step, split, group, sample, task_id: task } = this.episode;
+    const isConversation = rewardClass(this.episode) === "unjudged";
+    const place = isConversation
+      ? `conversation of step ${step}`
+      : `step ${step}, ${split?.replace("_", "-")}, task ${group}, sample ${sample}`;
     this.content = element(`div.content.${rewardClass(this.episode)}`);
     this.details = element("dl.details.card", { "aria-live": "polite", hidden: true });
     this.tools = element("div.controls");
@@ -44,7 +48,7 @@ export class EpisodeView {
       this.app.main,
       element("p", {}, element("a", { href: this.backAddress() }, "← All episodes")),
       element("h1", {}, task || "Task without a name"),
-      element("p.soft", {}, `step ${step}, ${split?.replace("_", "-")}, task ${group}, sample ${sample}`),
+      element("p.soft", {}, place),
       outcome(this.episode),
       this.tools,
       element("div.episode", {}, element("div.side", {}, this.details, this.side()), this.content),
@@ -110,7 +114,7 @@ export class EpisodeView {
       element("div.switch", { role: "group", "aria-label": "View" }, button("conversation", "Conversation"), button("tokens", "Tokens")),
       view === "tokens" ? labeled("Color", colors) : null,
       view === "tokens" ? element("span.soft", {}, COLORINGS[color]?.[1] ?? "") : null,
-      element("a.button", { href: this.groupAddress() }, "Same task side by side"),
+      rewardClass(this.episode) === "unjudged" ? null : element("a.button", { href: this.groupAddress() }, "Same task side by side"),
       element("button", { type: "button", onclick: () => this.move(-1) }, "Previous"),
       element("button", { type: "button", onclick: () => this.move(1) }, "Next"),
       copyButton("Copy conversation", "Copy the whole conversation as text", () => conversationText(this.episode)),

@@ -56,7 +56,7 @@ export class RunsRail {
       this.list,
     );
     WIDE.addEventListener("change", () => (this.box.open = WIDE.matches));
-    fill(document.getElementById("rail"), this.box);
+    this.rail = fill(document.getElementById("rail"), this.box);
   }
 
   focus() {
@@ -95,7 +95,9 @@ export class RunsRail {
     const isFirst = this.list.children.length === 0;
     fill(this.list, nodes);
     // The runs of a shared address may be far down.
-    if (isFirst) this.list.querySelector(".run:has(:checked, [aria-current])")?.scrollIntoView({ block: "nearest" });
+    const row = isFirst ? this.list.querySelector(".run:has(:checked, [aria-current])") : null;
+    const { rail } = this;
+    if (row && row.offsetTop > rail.clientHeight) rail.scrollTop = row.offsetTop - rail.clientHeight / 2;
     if (focused !== document.activeElement && this.list.contains(focused)) focused.focus();
   }
 
@@ -169,7 +171,7 @@ function facts(run, app) {
     "div.facts",
     {},
     figure(run, app),
-    element("span", {}, element(`span.state.${run.state}`, {}, STATES[run.state]), steps, run.time === null ? "" : `, ${ago(run.time)}`),
+    element("span", { title: ago(run.time) }, element(`span.state.${run.state}`, {}, STATES[run.state]), steps),
     run.is_checked ? null : element("span", {}, "reading …"),
     run.kind ? chip(run.kind, "", run.kind.toUpperCase()) : null,
     run.tags.map((tag) => chip("tag", "", tag)),

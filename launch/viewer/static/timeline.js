@@ -4,6 +4,8 @@ import { element } from "./dom.js";
 import { number } from "./format.js";
 
 const WORK = { assistant: "sampling", tool: "tool", user: "user", prompt: "prompt" };
+/** Names in a conversation of supervised fine-tuning, which nothing sampled. */
+const OF_CONVERSATION = { assistant: "in the loss", prompt: "context", user: "context" };
 
 /** Seconds with a unit and few digits. */
 export function duration(seconds) {
@@ -42,6 +44,8 @@ export function timelineParts(turns) {
 export function timeline(episode, show) {
   const { parts, total, isTimed } = timelineParts(episode.turns);
   if (episode.turns.length === 0) return null;
+  const isConversation = (episode.reward ?? null) === null && !episode.invalid;
+  const names = isConversation ? OF_CONVERSATION : WORK;
   const percent = (size) => `${((100 * size) / (total || 1)).toFixed(2)}%`;
 
   const rows = episode.turns.map((turn, place) => {
@@ -63,7 +67,7 @@ export function timeline(episode, show) {
       element(
         "button.turn",
         { type: "button", onclick: () => show(turn.start) },
-        element("span.turn-name", {}, `${place + 1} ${WORK[turn.role] ?? turn.role}`),
+        element("span.turn-name", {}, `${place + 1} ${names[turn.role] ?? turn.role}`),
         element("span.bars", { "aria-hidden": "true" }, bars),
         element("span.turn-facts", {}, facts.filter(Boolean).join(", ")),
       ),
@@ -73,7 +77,7 @@ export function timeline(episode, show) {
     "details.card.timeline",
     // On a narrow screen the conversation follows below.
     { open: matchMedia("(min-width: 901px)").matches },
-    element("summary", {}, isTimed ? `Timeline: ${duration(total)}` : "Turns by tokens, without times"),
+    element("summary", {}, isTimed ? `Timeline: ${duration(total)}` : "Turns by tokens"),
     isTimed ? totals(parts) : null,
     element("ol", {}, rows),
   );

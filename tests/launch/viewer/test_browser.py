@@ -11,9 +11,6 @@ from __future__ import annotations
 import io
 import os
 import re
-import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -25,108 +22,13 @@ from launch.report import build_report
 from rl_loop.tracking.episode_files import list_files
 from rl_loop.tracking.episode_recorder import EpisodeRecorder
 from rl_loop.tracking.metrics import MetricName
+from tests.support.launch.viewer.browser import THEMES, WIDTHS, barriers, fits, opened, until
 from tests.support.launch.viewer.served import ExampleRun, Served, served
 from tests.support.recorded_episodes import VOCABULARY, groups_of_step, train_split
-from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.browser
 
 DOCUMENTED_PICTURES = Path(__file__).parents[3] / "docs" / "images"
-WIDTHS = (1400, 420)
-THEMES = ("light", "dark")
-PATIENCE_MS = 60_000
-"""Time limit of a wait on a busy machine, in milliseconds."""
-
-
-@pytest.fixture(scope="module")
-def chromium() -> Iterator[Any]:
-    api = pytest.importorskip("playwright.sync_api", reason="see tests/launch/viewer/install.sh")
-    executable = shutil.which("chromium")
-    if executable is None:
-        pytest.skip("there is no chromium: see tests/launch/viewer/install.sh")
-    with api.sync_playwright() as playwright:
-        # Root cannot use Chromium's sandbox, and tests in containers run as root.
-        browser = playwright.chromium.launch(executable_path=executable, args=["--no-sandbox"])
-        yield browser
-        browser.close()
-
-
-@pytest.fixture
-def run(tmp_path: Path) -> Iterator[ExampleRun]:
-    """Create a growing run, next to a finished one."""
-    other = ExampleRun(tmp_path / "runs" / "ended", steps=12)
-    other.directory.write_summary(held_out_accuracy_rl=0.75)
-    other.close()
-    growing = ExampleRun(tmp_path / "runs" / "growing", steps=20)
-    yield growing
-    growing.close()
-
-
-@pytest.fixture
-def viewer(run: ExampleRun) -> Iterator[Served]:
-    with served(run.directory.path.parent) as server:
-        yield server
-
-
-@contextmanager
-def opened(
-    chromium: Any,
-    viewer: Served,
-    path: str = "#/curves",
-    width: int = 1400,
-    theme: str = "light",
-    height: int = 900,
-) -> Iterator[Any]:
-    """Open a page. Fail if it reports errors or sends requests to other hosts."""
-    context = chromium.new_context(
-        viewport={"width": width, "height": height}, color_scheme=theme, reduced_motion="reduce"
-    )
-    page = context.new_page()
-    page.set_default_timeout(PATIENCE_MS)
-    troubles: list[str] = []
-    page.on(
-        "console", lambda m: troubles.append(m.text) if m.type in ("error", "warning") else None
-    )
-    page.on("pageerror", lambda error: troubles.append(str(error)))
-    page.on("requestfailed", lambda request: troubles.append(f"{request.url}: {request.failure}"))
-    foreign: list[str] = []
-    page.on(
-        "request",
-        lambda request: (
-            None if request.url.startswith(viewer.address) else foreign.append(request.url)
-        ),
-    )
-    page.goto(viewer.address + path)
-    yield page
-    context.close()
-    aborted = [trouble for trouble in troubles if "ERR_ABORTED" in trouble]  # by the page itself
-    assert [trouble for trouble in troubles if trouble not in aborted] == []
-    assert foreign == []
-
-
-def until(page: Any, condition: str, argument: Any = None) -> None:
-    """Wait until an expression or a function of ``argument`` is true.
-
-    Playwright waits with a script that the page's content policy forbids.
-    """
-    wait_until(lambda: page.evaluate(condition, argument), lambda: condition, seconds=60)
-
-
-def fits(page: Any) -> bool:
-    """Return True if the page does not scroll sideways."""
-    wider = page.evaluate("document.documentElement.scrollWidth - innerWidth")
-    return bool(wider <= 0)
-
-
-def barriers(page: Any) -> list[str]:
-    """Return accessibility violations found by axe: contrast, labels, roles, keyboard access."""
-    axe = pytest.importorskip("axe_playwright_python.sync_playwright")
-    found = axe.Axe().run(page, options={"resultTypes": ["violations"]}).response["violations"]
-    return [
-        f"{violation['id']}: {node['html'][:200]} {node['failureSummary']}"
-        for violation in found
-        for node in violation["nodes"]
-    ]
 
 
 def newest_episode(viewer: Served) -> int:
@@ -141,6 +43,7 @@ VIEWS = {
     "tokens": ("#/episode?run=growing&id={id}&view=tokens&color=gap", ".token.less"),
     "group": ("#/group?run=growing&step=3&split=train&group=1", ".siblings article"),
     "config": ("#/config?run=ended", "dd"),
+    "differences": ("#/config?runs=growing,ended", ".differences"),
 }
 
 
@@ -165,7 +68,7 @@ def test_every_view_is_legible_at_any_width(
 @pytest.mark.parametrize("theme", THEMES)
 @pytest.mark.parametrize("width", WIDTHS)
 def test_the_report_is_legible_at_any_width(
-    chromium: Any, viewer: Served, run: ExampleRun, width: int, theme: str
+    chromium: Any, run: ExampleRun, width: int, theme: str
 ) -> None:
     report = build_report(run.directory.path)
     context = chromium.new_context(
@@ -226,9 +129,9 @@ def test_the_readme_shows_pictures_of_both_themes() -> None:
 
 
 def test_curve_grows_while_the_run_continues(
-    chromium: Any, viewer: Served, run: ExampleRun
+    chromium: Any, run_viewer: Served, run: ExampleRun
 ) -> None:
-    with opened(chromium, viewer, "#/curves?runs=growing") as page:
+    with opened(chromium, run_viewer, "#/curves?runs=growing") as page:
         page.wait_for_selector(".chart canvas")
         reward = page.locator(".chart", has_text="reward").first
         before = reward.locator(".legend").inner_text()
@@ -236,7 +139,7 @@ def test_curve_grows_while_the_run_continues(
         run.add(5)
         until(
             page,
-            "[...document.querySelectorAll('.run')].some((run) => run.innerText.includes('step 25 of 100'))",
+            "document.querySelector('.run-card').innerText.includes('step 25 of 100')",
         )
         until(
             page, "before => document.querySelector('.chart .legend').innerText !== before", before
@@ -302,7 +205,9 @@ def test_episodes_can_be_filtered_opened_and_colored(chromium: Any, viewer: Serv
         assert page.get_by_label("From step").input_value() == "19"
 
 
-def test_model_output_is_text_on_every_page(chromium: Any, viewer: Served, run: ExampleRun) -> None:
+def test_model_output_is_text_on_every_page(
+    chromium: Any, run_viewer: Served, run: ExampleRun
+) -> None:
     (four,), (markup,) = VOCABULARY.encode("4"), VOCABULARY.encode("<i>bold</i>")
     group = groups_of_step(21, tasks=1)[0]
     for episode in group.trajectories:
@@ -311,7 +216,7 @@ def test_model_output_is_text_on_every_page(chromium: Any, viewer: Served, run: 
     with EpisodeRecorder(run.directory.episodes, VOCABULARY, "all") as recorder:
         recorder.record(21, [train_split([group])])
 
-    episode_id = newest_episode(viewer) - 1
+    episode_id = newest_episode(run_viewer) - 1
     views = {
         "#/episodes?run=growing": "<i>name</i>",
         f"#/episode?run=growing&id={episode_id}": "The answer is <i>bold</i>",
@@ -319,7 +224,7 @@ def test_model_output_is_text_on_every_page(chromium: Any, viewer: Served, run: 
         "#/group?run=growing&step=21&split=train&group=0": "The answer is <i>bold</i>",
     }
     for path, text in views.items():
-        with opened(chromium, viewer, path) as page:
+        with opened(chromium, run_viewer, path) as page:
             page.get_by_text(text).first.wait_for()
             assert page.locator("main i").count() == 0
 
@@ -353,19 +258,20 @@ def test_viewer_is_usable_by_keyboard(chromium: Any, viewer: Served) -> None:
 
 @pytest.mark.parametrize("width", WIDTHS)
 def test_problems_of_a_run_are_visible_on_first_page(
-    chromium: Any, viewer: Served, run: ExampleRun, width: int
+    chromium: Any, run_viewer: Served, run: ExampleRun, width: int
 ) -> None:
     run.add(1, grad_norm=float("nan"))
-    with opened(chromium, viewer, "#/curves?runs=growing", width) as page:
-        page.wait_for_selector(".run")
+    with opened(chromium, run_viewer, "#/curves?runs=growing", width) as page:
+        page.wait_for_selector(".run-card")
+        card = page.locator(".run-card").inner_text()
+        assert "Failed: numbers are finite. step 21: NaN or infinity in grad_norm" in card
+        # The list shows the problems of the other runs. It is folded on a narrow screen.
+        assert "1 with failed checks" in page.locator("#rail summary").inner_text()
         wrong = page.locator(".run", has_text="growing")
         right = page.locator(".run", has_text="ended")
-        assert (
-            "Failed: numbers are finite. step 21: NaN or infinity in grad_norm"
-            in wrong.inner_text()
-        )
-        assert "All 6 checks pass" in right.inner_text()
-        color = "(node) => getComputedStyle(node).borderTopColor"
+        assert "failed: numbers are finite" in wrong.text_content()
+        assert "failed" not in right.text_content()
+        color = "(node) => getComputedStyle(node).borderLeftColor"
         assert wrong.evaluate(color) != right.evaluate(color)
         assert fits(page)
         assert barriers(page) == []
@@ -385,7 +291,7 @@ def test_answer_has_the_color_of_its_reward(chromium: Any, viewer: Served) -> No
 
 
 def test_viewer_shows_damaged_files_and_unnamed_tasks(
-    chromium: Any, viewer: Served, run: ExampleRun
+    chromium: Any, run_viewer: Served, run: ExampleRun
 ) -> None:
     group = groups_of_step(21, tasks=1)[0]
     for episode in group.trajectories:
@@ -394,7 +300,7 @@ def test_viewer_shows_damaged_files_and_unnamed_tasks(
         recorder.record(21, [train_split([group])])
     damaged = list_files(run.directory.episodes)[3].path
     damaged.write_bytes(b"PAR1")
-    with opened(chromium, viewer, "#/episodes?run=growing") as page:
+    with opened(chromium, run_viewer, "#/episodes?run=growing") as page:
         page.wait_for_selector(".episodes tbody tr")
         assert f"Left out: {damaged} is damaged" in page.locator(".finding.bad").inner_text()
         assert page.locator(".episodes tbody tr").count() == 50
@@ -464,13 +370,13 @@ def test_sparse_curve_is_drawn_through_its_values(
         until(page, "window.charts?.some((chart) => chart.series.length > 1)")
         (chart,) = page.evaluate(
             """() => window.charts
-                .filter((chart) => chart.series.some((one) => one.label === "held_out/accuracy"))
+                .filter((chart) => chart.series.some((one) => one.label === "held-out accuracy"))
                 .map((chart) => ({
                   steps: chart.data[0],
                   lines: chart.series.map((one, i) => [one.label, [...chart.data[i]]]),
                 }))"""
         )
-    held_out = [values for label, values in chart["lines"] if label == "held_out/accuracy"]
+    held_out = [values for label, values in chart["lines"] if label == "held-out accuracy"]
     assert len(held_out) == 1, "no faint line beside a bold one that differs from it"
     drawn = {
         step: value
@@ -486,8 +392,8 @@ def test_sparse_curve_is_drawn_through_its_values(
 def test_run_without_episodes_has_no_empty_table(chromium: Any, tmp_path: Path) -> None:
     ExampleRun(tmp_path / "runs" / "supervised").close()
     with served(tmp_path / "runs") as viewer, opened(chromium, viewer) as page:
-        until(page, "document.querySelector('.run')")
-        assert "Episodes" not in page.locator(".run").inner_text()
+        until(page, "document.querySelector('.run-card')")
+        assert "Episodes" not in page.locator(".run-card").inner_text()
         page.goto(viewer.address + "#/episodes?run=supervised")
         until(page, "document.body.innerText.includes('No episodes are recorded')")
         assert page.locator("table").count() == 0

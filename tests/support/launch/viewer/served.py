@@ -77,8 +77,25 @@ CONFIG = "training:\n  steps: {steps}\nalgorithm:\n  mini_batches: 1\n"
 class ExampleRun:
     """A run that grows on request."""
 
-    def __init__(self, path: Path, steps: int = 0, of: int = 100) -> None:
-        self.directory: RunDirectory = start_run(path, CONFIG.format(steps=of))
+    def __init__(
+        self,
+        path: Path,
+        steps: int = 0,
+        of: int = 100,
+        config: str = CONFIG,
+        episodes: int | None = None,
+    ) -> None:
+        """Start a run.
+
+        Args:
+            path: directory of the run.
+            steps: finished steps.
+            of: planned steps.
+            config: configuration, with "{steps}" for the planned steps.
+            episodes: number of first steps whose episodes are recorded; None for all.
+        """
+        self.directory: RunDirectory = start_run(path, config.format(steps=of))
+        self._recorded = episodes
         self._writer = MetricsWriter(self.directory)
         self._step = 0
         self.add(steps)
@@ -88,7 +105,9 @@ class ExampleRun:
         first = self._step
         self._step += steps
         steps = range(first + 1, self._step + 1)
-        record_steps(self.directory.episodes, steps)
+        recorded = [step for step in steps if self._recorded is None or step <= self._recorded]
+        if recorded:
+            record_steps(self.directory.episodes, recorded)
         for step in steps:
             metrics = StepMetrics(step)
             usual = {
