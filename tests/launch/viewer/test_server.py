@@ -4,6 +4,7 @@ import json
 import os
 import socket
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import fields
 from importlib import resources
 from pathlib import Path
@@ -12,6 +13,7 @@ from urllib.parse import quote
 import pytest
 
 from launch.viewer.episode_query import EpisodeQuery
+from launch.viewer.metrics_tail import MetricsTail
 from launch.viewer.run_view import find_runs
 from launch.viewer.server import STATIC_FILES, open_server
 from megatron_gptoss.user_error import UserError
@@ -84,9 +86,54 @@ def test_curves_are_columns_and_only_new_steps_are_sent(tmp_path: Path) -> None:
     run.close()
 
 
+def test_unchanged_list_of_runs_is_not_sent_again(tmp_path: Path) -> None:
+    run = ExampleRun(tmp_path / "run", steps=2)
+    with served(tmp_path) as viewer:
+        first = viewer.get("/api/runs").json
+        again = viewer.get(f"/api/runs?known={first['version']}").json
+        assert again == {"version": first["version"]}
+        run.add(1)
+        changed = viewer.get(f"/api/runs?known={first['version']}").json
+        assert changed["version"] != first["version"] and changed["runs"][0]["step"] == 3
+    run.close()
+
+
+def test_concurrent_requests_read_each_line_once(tmp_path: Path) -> None:
+    run = ExampleRun(tmp_path / "run", episodes=0)
+    run.add(300)
+    run.close()
+    tail = MetricsTail(run.directory.metrics)
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(lambda _: tail.refresh(), range(64)))
+    assert [record["step"] for record in tail.records] == list(range(1, 301))
+    assert tail.newest()[-1] == tail.records[-1]
+
+
+def test_only_two_or_more_known_runs_are_compared(viewer: Served) -> None:
+    assert viewer.get("/api/compare?run=first&run=second").json == {
+        "runs": ["first", "second"],
+        "rows": [],
+        "equal": 2,
+    }
+    assert viewer.get("/api/compare?run=first").status == 400
+    assert viewer.get("/api/compare?" + "run=first&" * 13).status == 400
+    assert viewer.get("/api/compare?run=first&run=..%2Fsecond").status == 404
+
+
+@pytest.mark.parametrize("value", ["3", "[x]", "true", "{sources: 1, tags: {a: b}, steps: z}"])
+def test_any_configuration_has_an_overview(value: str, tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    sections = ("model", "tracking", "data", "tasks", "training", "algorithm")
+    text = "".join(f"{section}: {value}\n" for section in sections)
+    (tmp_path / "run" / "config.yaml").write_text(text)
+    with served(tmp_path) as viewer:
+        (listed,) = viewer.get("/api/runs").json["runs"]
+    assert (listed["tags"], listed["data"], listed["steps"]) == ([], "", None)
+
+
 def test_a_run_that_begins_later_appears(tmp_path: Path) -> None:
     with served(tmp_path) as viewer:
-        assert viewer.get("/api/runs").json == {"runs": []}
+        assert viewer.get("/api/runs").json["runs"] == []
         (tmp_path / "new").mkdir()
         (tmp_path / "new" / "config.yaml").write_text("training: {steps: 5}\n")
         (run,) = viewer.get("/api/runs").json["runs"]

@@ -106,10 +106,13 @@ def test_tool_call_and_its_result_keep_the_sampled_tokens(
             call["function"]["arguments"] = '{"a":1,"b":1}'
             messages.append({"role": "assistant", "content": None, "tool_calls": [call]})
             messages.append({"role": "tool", "tool_call_id": call["id"], "content": "2"})
+            await asyncio.sleep(0.05)  # the client executes its tool
             answer = await say(client, messages, tools=TOOLS)
             assert answer.content == "two"
 
             [trajectory] = served.trajectories()
+            assert trajectory.turns[2].seconds > 0.05
+            assert trajectory.turns[3].seconds > 0
             expected = script.prompt("1+1", (ADD,)) + script.calls_add()
             expected += script.hears_tool("2") + script.says("two")
             assert trajectory.token_ids.tolist() == expected

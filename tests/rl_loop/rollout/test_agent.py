@@ -123,6 +123,8 @@ def test_answer_after_a_tool_call(harmony: Harmony) -> None:
     )
     check_against_engine(trajectory, engine, harmony)
     assert [turn.role for turn in trajectory.turns] == ["prompt", "assistant", "tool", "assistant"]
+    assert [turn.seconds is not None for turn in trajectory.turns] == [False, True, True, True]
+    assert all(turn.waited >= 0 for turn in trajectory.turns[1:])
     assert (trajectory.finish_reason, trajectory.reward) == (FinishReason.STOP, 1.0)
     assert (trajectory.tool_calls, trajectory.tool_errors) == (1, 0)
     seen = len(prompt) + len(call(harmony))

@@ -657,6 +657,9 @@ def test_wait_in_the_engine_queue_is_not_episode_time(tiny: Harmony) -> None:
         "the requests must wait longer than the episode's limit"
     )
     assert {episode.finish_reason for episode in episodes} == {FinishReason.STOP}
+    turns = [turn for episode in episodes for turn in episode.turns if turn.role == "assistant"]
+    assert max(turn.waited for turn in turns) > 1
+    assert all(0.1 <= turn.seconds < 1.5 for turn in turns)
 
 
 # ---- limits of every call

@@ -28,6 +28,7 @@ from rl_loop.tracking.run_directory import RunDirectoryError, RunWriteError, rea
 from tests.support.in_process import LocalRollouts, local_loop
 from tests.support.recorded_episodes import (
     VOCABULARY,
+    build_samples,
     failed,
     groups_of_step,
     record_steps,
@@ -51,6 +52,28 @@ def steps_in(directory: Path) -> list[int]:
 
 
 # ---- content
+
+
+def test_conversations_of_sft_have_no_reward(tmp_path: Path) -> None:
+    samples = build_samples(groups_of_step(1))
+    with EpisodeRecorder(tmp_path, VOCABULARY, 2) as recorder:
+        recorder.record_conversations(5, samples)
+    reader = open_reader(tmp_path)
+    assert reader.figures.column("task_id").to_pylist() == [samples.names[0], samples.names[2]]
+    episode = reader.read(1)
+    assert episode is not None
+    assert (episode["step"], episode["reward"], episode["advantage"]) == (5, None, None)
+    assert episode["loss_mask"] == samples.rows("loss_mask")[2].tolist()
+    roles = [(turn["role"], turn["text"][:9]) for turn in episode["turns"]]
+    assert roles == [
+        ("prompt", "<|start|>"),
+        ("assistant", "<|channel"),
+        ("user", "<|start|>"),
+        ("assistant", "<|channel"),
+    ]
+    assert (
+        reader.search("the answer is", 10).ids.tolist() == reader.figures.column("id").to_pylist()
+    )
 
 
 def test_recorded_episode_is_read_unchanged(tmp_path: Path) -> None:

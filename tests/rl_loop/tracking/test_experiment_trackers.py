@@ -18,6 +18,7 @@ import pytest
 from rl_loop.config.errors import ConfigError
 from rl_loop.config.load import dump_config, load_config
 from rl_loop.config.run import RlConfig
+from rl_loop.config.training import TrackingConfig
 from rl_loop.tracking.episode_recorder import EpisodeRecorder
 from rl_loop.tracking.episode_table import SampleRow
 from rl_loop.tracking.experiment_trackers import (
@@ -58,8 +59,10 @@ def test_wandb_gets_nested_config_metrics_by_step_and_a_table(
     monkeypatch.setenv("WANDB_PROJECT", "x")
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
 
+    config = config.model_copy(update={"tracking": TrackingConfig(tags=["baseline"])})
     (tracker,) = experiment_trackers("tiny", dump_config(config), RunDirectory(Path("none")))
     assert isinstance(tracker, WandbTracker)
+    assert begun["tags"] == ["baseline"]
     tracker.log_samples(3, [SAMPLE])
     tracker.log_step(3, {"reward": 0.5})
     tracker.close()
