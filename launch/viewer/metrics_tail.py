@@ -9,7 +9,7 @@ from typing import Any
 
 from launch.viewer.own_files import open_own_file
 
-END_BYTES = 2**16
+END_BYTES = 2**14
 """Bytes at the end of the file that ``MetricsTail.newest`` reads."""
 
 
@@ -22,6 +22,7 @@ class MetricsTail:
         self._status: tuple[int, int, int] | None = None
         self._inode = -1
         self._position = 0
+        self._newest: list[dict[str, Any]] = []
         self.records: list[dict[str, Any]] = []
         self.generation = 0
         """Number of times that the file was read from its start, such as after a resume."""
@@ -32,20 +33,27 @@ class MetricsTail:
         """Read new lines. Lines that are not JSON are left out."""
         # Two requests at a time would append the same lines twice.
         with self._lock:
+            if not self.is_read:
+                # ``newest`` has set it, but has read only the end.
+                self._status = None
+                self._newest = []
             self.is_read = True
             self._refresh()
 
     def newest(self) -> list[dict[str, Any]]:
         """Return the last records without reading the whole file, which may take long."""
-        try:
-            with open_own_file(self._path) as file:
-                size = os.fstat(file.fileno()).st_size
-                file.seek(max(0, size - END_BYTES))
-                lines = file.read().split(b"\n")
-        except OSError:
-            return []
-        # The first line may be cut, and the last one may be incomplete.
-        return _parse(lines[1:-1] if size > END_BYTES else lines[:-1])
+        with self._lock:
+            try:
+                if not self._is_unchanged():
+                    with open_own_file(self._path) as file:
+                        size = os.fstat(file.fileno()).st_size
+                        file.seek(max(0, size - END_BYTES))
+                        lines = file.read().split(b"\n")
+                    # The first line may be cut, and the last one may be incomplete.
+                    self._newest = _parse(lines[1:-1] if size > END_BYTES else lines[:-1])
+            except OSError:
+                self._newest = []
+            return self._newest
 
     def _refresh(self) -> None:
         try:

@@ -31,8 +31,11 @@ LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 COOKIE = "gptoss_view"
 
-OVERVIEW_SECONDS = 0.4
-"""Time to read the metrics of new runs per request, in seconds. Later requests read the others."""
+OVERVIEW_SECONDS = 0.2
+"""Time to read the metrics of runs for the first answer of a page, in seconds."""
+
+READING_SECONDS = 1.0
+"""Time to read the metrics of further runs for each later answer, in seconds."""
 
 MAX_COMPARED = 12
 """Maximum number of configurations to compare."""
@@ -132,19 +135,25 @@ class Viewer:
 
     async def _list_runs(self, request: web.Request) -> web.Response:
         # Files are read in a thread, so that a slow disk does not block other requests.
-        runs = await asyncio.to_thread(self._overviews)
+        known = request.query.get("known")
+        seconds = OVERVIEW_SECONDS if known is None else READING_SECONDS
+        runs = await asyncio.to_thread(self._overviews, seconds)
         answer = {"runs": runs, "labels": LABELS}
         digest = hashlib.blake2b(json.dumps(answer).encode(), digest_size=8).hexdigest()
         # The page asks every 2 s, and the list of many runs is large.
-        if request.query.get("known") == digest:
+        if known == digest:
             return _json({"version": digest})
         return _json(answer | {"version": digest})
 
-    def _overviews(self) -> list[dict[str, Any]]:
-        """Return the overviews of all runs, by name. The newest unread runs are read first."""
+    def _overviews(self, seconds: float) -> list[dict[str, Any]]:
+        """Return the overviews of all runs, by name.
+
+        Args:
+            seconds: time to read runs that were not read before, the newest first.
+        """
         self._find_runs()
         runs = dict(self._runs)
-        deadline = time.monotonic() + OVERVIEW_SECONDS
+        deadline = time.monotonic() + seconds
         overviews = {
             run.name: run.overview(reads_all=time.monotonic() < deadline)
             for run in sorted(runs.values(), key=RunView.modified, reverse=True)

@@ -174,6 +174,7 @@ def test_reading_many_runs_does_not_delay_first_page(chromium: Any, tmp_path: Pa
     write_runs(tmp_path, 3)
     with served(tmp_path) as viewer, pytest.MonkeyPatch.context() as patch:
         patch.setattr("launch.viewer.server.OVERVIEW_SECONDS", -1.0)
+        patch.setattr("launch.viewer.server.READING_SECONDS", -1.0)
         listed = viewer.get("/api/runs").json["runs"]
         assert [run["is_checked"] for run in listed] == [False] * 3
         assert [run["headlines"]["reward"] for run in listed] == [0.0, -1.0, -2.0]
