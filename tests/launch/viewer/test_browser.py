@@ -189,7 +189,7 @@ def test_episodes_can_be_filtered_opened_and_colored(chromium: Any, viewer: Serv
         outcome = page.locator(".outcome").inner_text()
         assert "reward -1" in outcome and "answer 5" in outcome and "expected 4" in outcome
 
-        page.get_by_role("button", name="Tokens").click()
+        page.get_by_role("button", name="Tokens", exact=True).click()
         assert page.locator(".token.more").count() > 0
         page.get_by_label("Color").select_option("advantage")
         assert page.locator(".token.less").count() > 0
