@@ -3,6 +3,7 @@
 ``python -m benchmarks.data episodes write`` measures the cost of recording per step.
 ``python -m benchmarks.data episodes view`` starts ``gptoss view`` in a separate process and sends
 the requests of a browser.
+``python -m benchmarks.data episodes list`` measures the list of many runs.
 ``python -m benchmarks.data episodes report`` measures the creation of report.html.
 Needs no GPU. Prints Markdown tables, and one line for ``report``.
 """
@@ -19,7 +20,8 @@ import sys
 import tempfile
 import time
 import urllib.request
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -30,6 +32,7 @@ from rl_loop.data.trajectory import FinishReason, Trajectory, TrajectoryGroup, T
 from rl_loop.tracking.episode_recorder import EpisodeRecorder
 from rl_loop.tracking.episode_table import SplitEpisodes
 
+CONFIGS = Path(__file__).parents[2] / "configs"
 EPISODES_PER_STEP = 64
 SAMPLES_PER_TASK = 8
 ENDINGS = [FinishReason.STOP] * 8 + [FinishReason.LENGTH, FinishReason.MAX_TURNS]
@@ -170,19 +173,61 @@ def measure_viewing(episodes: int, tokens: int) -> None:
         size = sum(file.stat().st_size for file in files)
         print(f"{episodes:,} episodes of {tokens} tokens: {len(files)} files, {size / 1e6:,.0f} MB")
 
-        command = [sys.executable, "-m", "launch", "view", str(run), "--port", "0"]
-        server = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-        try:
-            assert server.stdout is not None
-            address = server.stdout.readline().split()[0]
-            ask_all(address, server.pid)
-            status = Path(f"/proc/{server.pid}/status").read_text()
-            peak = re.search(r"VmHWM:\s+(\d+) kB", status)
-            assert peak is not None
-            print(f"| memory at its peak | {int(peak[1]) / 1e3:,.0f} MB |")
-        finally:
-            server.terminate()
-            server.wait()
+        with viewing(run) as (address, pid):
+            ask_all(address, pid)
+            print(f"| memory at its peak | {peak_megabytes(pid):,.0f} MB |")
+
+
+def measure_list(runs: int, steps: int) -> None:
+    """Print the times of the viewer's list of runs, and its peak memory."""
+    metrics = {f"metric/{i}": i / 7 for i in range(70)} | {"reward": 0.5, "seconds/step": 2.0}
+    with tempfile.TemporaryDirectory() as folder:
+        for number in range(runs):
+            run = Path(folder) / f"run-{number}"
+            run.mkdir()
+            (run / "config.yaml").write_text((CONFIGS / "rl" / "tiny_retool.yaml").read_text())
+            lines = [
+                json.dumps({"step": step, "time": 1e9 + number, **metrics})
+                for step in range(1, steps + 1)
+            ]
+            (run / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+
+        with viewing(Path(folder)) as (address, pid):
+            before = processor_seconds(pid)
+            took, answer = seconds(f"{address}api/runs")
+            spent = processor_seconds(pid) - before
+            print(f"| list of {runs} runs with {steps} steps | seconds |")
+            print("|---|---|")
+            print(f"| first answer | {took:.3f} |")
+            print(f"| processor time for it | {spent:.2f} |")
+            began = time.perf_counter()
+            while not all(run["is_checked"] for run in answer["runs"]):
+                answer = seconds(f"{address}api/runs?known=none")[1]
+            print(f"| until all metrics are read | {time.perf_counter() - began:.2f} |")
+            took, _ = seconds(f"{address}api/runs?known={answer['version']}")
+            print(f"| unchanged list | {took:.3f} |")
+            print(f"| memory at its peak | {peak_megabytes(pid):,.0f} MB |")
+
+
+@contextmanager
+def viewing(path: Path) -> Iterator[tuple[str, int]]:
+    """Run ``gptoss view`` and yield its address and its process id."""
+    command = [sys.executable, "-m", "launch", "view", str(path), "--port", "0", "--no-token"]
+    server = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    try:
+        assert server.stdout is not None
+        yield server.stdout.readline().split()[0], server.pid
+    finally:
+        server.terminate()
+        server.wait()
+
+
+def peak_megabytes(pid: int) -> float:
+    """Return the largest memory of a process until now in MB."""
+    status = Path(f"/proc/{pid}/status").read_text()
+    peak = re.search(r"VmHWM:\s+(\d+) kB", status)
+    assert peak is not None
+    return int(peak[1]) / 1e3
 
 
 def measure_report(episodes: int, tokens: int) -> None:
@@ -250,14 +295,18 @@ def seconds(url: str) -> tuple[float, dict]:  # type: ignore[type-arg]
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("what", choices=("write", "view", "report"))
+    parser.add_argument("what", choices=("write", "view", "list", "report"))
     parser.add_argument("--episodes", type=int, default=100_000)
     parser.add_argument("--tokens", type=int, default=500, help="of an episode")
     parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--runs", type=int, default=200)
+    parser.add_argument("--steps", type=int, default=500, help="of a run in the list")
     arguments = parser.parse_args()
     if arguments.what == "write":
         measure_writing(arguments.repeats)
     elif arguments.what == "view":
         measure_viewing(arguments.episodes, arguments.tokens)
+    elif arguments.what == "list":
+        measure_list(arguments.runs, arguments.steps)
     else:
         measure_report(arguments.episodes, arguments.tokens)

@@ -2,6 +2,7 @@
 
 import json
 import os
+import sys
 import threading
 from contextlib import suppress
 from pathlib import Path
@@ -108,7 +109,8 @@ def _parse(lines: list[bytes]) -> list[dict[str, Any]]:
 def _select_numbers(record: dict[str, Any]) -> dict[str, Any]:
     """Keep numbers and null only. Another program or version may have written other values."""
     return {
-        name: value
+        # Lines repeat the names, which would need more memory than the numbers.
+        sys.intern(name): value
         for name, value in record.items()
         if value is None or (isinstance(value, int | float) and not isinstance(value, bool))
     }

@@ -25,7 +25,7 @@ def read_conversation(
     place = slice(*samples.offsets[index : index + 2].tolist())
     ids = samples.token_ids[place]
     mask = samples.loss_mask[place].copy()
-    # Nothing predicts the first token, whatever its mask says.
+    # The first token is not predicted, so it is not in the loss.
     mask[:1] = False
 
     ends = np.flatnonzero(mask[1:] != mask[:-1]) + 1

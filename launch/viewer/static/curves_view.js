@@ -96,7 +96,7 @@ export class CurvesView {
   showCards() {
     const chosen = this.app.chosen();
     const signature = JSON.stringify(chosen);
-    // Nothing replaces a card that the user may be reading.
+    // Keep an unchanged card, because the user may be reading it.
     if (signature === this.shown) return;
     this.shown = signature;
     const open = [...this.cards.querySelectorAll("details[open]")].map((node) => node.dataset.run);
