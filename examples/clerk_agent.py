@@ -2,7 +2,7 @@
 
     python examples/clerk_agent.py runs/clerk        # writes the chats of the warm start
     gptoss sft configs/sft/tiny_clerk.yaml
-    PYTHONPATH=. gptoss rl configs/rl/tiny_clerk.yaml
+    gptoss rl configs/rl/tiny_clerk.yaml
 
 ``run`` is the first agent: a clerk with one tool, written with OpenAI's client. It does not contain
 code for training. Customers ask for the price of an item in one of many towns, which only the price

@@ -5,12 +5,16 @@ of the user's module.
 """
 
 import importlib
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 
 TAG = "type="
 """Prefix of the tags of unions that are chosen by a ``type``. pydantic puts tags into the location
 of errors. Messages to users leave them out."""
+CHECKOUT = Path(__file__).resolve().parents[1]
+"""Parent directory of this project's packages. In a checkout it contains ``examples``."""
 
 
 @dataclass(frozen=True)
@@ -72,6 +76,7 @@ class Registry[T]:
     def _import(self, path: str) -> object:
         """Import the object ``MODULE:NAME``. Raises ValueError with the reason if that fails."""
         module_name, _, attribute = path.partition(":")
+        _find_examples(module_name)
         failure = f"{self.kind} {path!r} cannot be imported"
         try:
             module = importlib.import_module(module_name)
@@ -89,6 +94,14 @@ class Registry[T]:
         if not hasattr(module, attribute):
             raise ValueError(f"{failure}: module {module_name!r} has no {attribute!r}")
         return getattr(module, attribute)
+
+
+def _find_examples(module_name: str) -> None:
+    """Let Python find the examples of the checkout, which an editable installation leaves out."""
+    is_example = module_name.partition(".")[0] == "examples"
+    # At the end, so that a directory of the user that is also called examples comes first.
+    if is_example and str(CHECKOUT) not in sys.path and (CHECKOUT / "examples").is_dir():
+        sys.path.append(str(CHECKOUT))
 
 
 def accept_subclasses(base: type) -> Callable[[object], bool]:

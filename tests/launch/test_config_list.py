@@ -24,7 +24,7 @@ from tests.support.waiting import PATIENCE_SECONDS
 
 ROOT = Path(__file__).parents[2]
 CLERK = "examples.clerk_agent"
-"""Module that tiny_clerk and tiny_order name. Its directory must be in PYTHONPATH."""
+"""Module that tiny_clerk and tiny_order name."""
 
 
 def listed(*options: str) -> dict[tuple[str, str], dict[str, Any]]:
@@ -123,6 +123,20 @@ def test_configuration_that_cannot_be_loaded_is_listed() -> None:
         assert f"{CLERK}:{function}' cannot be imported" in message
     # A number of GPUs is unknown, so no filter may show it.
     assert ("rl", "tiny_clerk") not in listed("--gpus", "8")
+
+
+@pytest.mark.parametrize("name", ["tiny_clerk", "tiny_order"])
+def test_configuration_with_an_example_needs_no_pythonpath(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The script ``gptoss`` of an editable installation does not have the checkout in its path."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [path for path in sys.path if Path(path).resolve() != ROOT])
+    for module in ("examples", CLERK):
+        monkeypatch.delitem(sys.modules, module, raising=False)
+    config = load_rl_config(Path(name))
+    assert CLERK in sys.modules
+    assert config.tasks.sources["clerk"].options["agent"].startswith(f"{CLERK}:")
 
 
 def test_listed_gpu_memory_is_that_of_the_configuration() -> None:
