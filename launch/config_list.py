@@ -95,7 +95,7 @@ def listed_configs(commands: Sequence[str], fits: str | None = None) -> list[Lis
             except ConfigError as error:
                 rows.append(ListedConfig(**about, error=" ".join(str(error).split())))
                 continue
-            rollout = config.rollout if isinstance(config, RlConfig) else None
+            rollout = config.rollout if config.samples else None
             rows.append(
                 ListedConfig(
                     **about,

@@ -9,6 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from launch.control_characters import show_control_characters
+from rl_loop.evaluation.chat_statistics import chat_statistics, compare_chats
 from rl_loop.evaluation.statistics import accuracy_estimates, compare
 
 Episodes = Sequence[dict[str, Any]]
@@ -30,6 +31,41 @@ def print_evaluation(episodes: Episodes, baseline: Episodes) -> None:
     # Wide enough for whole rows in a pipe or a log.
     console = Console(width=40 + 24 * (columns + 1))
     console.print(table)
+    _print_counts(console, episodes)
+
+
+def print_chat_evaluation(turns: Episodes, baseline: Episodes) -> None:
+    """Print the statistics of sampled turns of conversations, and the counts of finish reasons.
+
+    The table has a row per kind of turns and one for all, with 95% intervals.
+
+    Args:
+        turns: evaluation to print.
+        baseline: evaluation to compare with, which adds a column; empty for none.
+    """
+    columns = ("conversations", "turns", "correct", "function", "format errors", "perplexity")
+    table = Table("category", *columns, box=None)
+    if baseline:
+        table.add_column("correct minus baseline")
+    for category, chosen in _group_by_category(turns).items():
+        if not chosen:
+            continue
+        found = chat_statistics(chosen)
+        estimates = (found.correct, found.function, found.format_errors, found.perplexity)
+        cells = [str(found.conversations), str(found.turns)]
+        cells += ["-" if estimate is None else str(estimate) for estimate in estimates]
+        if baseline:
+            change = compare_chats(chosen, baseline)
+            cells.append("no common turn" if change is None else str(change))
+        table.add_row(Text(show_control_characters(category)), *cells)
+
+    console = Console(width=60 + 24 * len(columns))
+    console.print(table)
+    _print_counts(console, turns)
+
+
+def _print_counts(console: Console, episodes: Episodes) -> None:
+    """Print how often each finish reason and each format error occurred."""
     for key in ("finish_reason", "format_error"):
         counts = Counter(episode[key] for episode in episodes if episode[key] is not None)
         if counts:

@@ -6,6 +6,8 @@ LABELS: dict[str, str] = {
     MetricName.REWARD: "reward",
     MetricName.LOSS: "loss",
     MetricName.VALIDATION_LOSS: "validation loss",
+    MetricName.TOOL_CALL_ACCURACY: "right tool calls",
+    MetricName.ANSWER_ACCURACY: "right answers",
     MetricName.ACCURACY: "accuracy",
     MetricName.HELD_OUT_ACCURACY: "held-out accuracy",
     MetricName.HELD_OUT_REWARD: "held-out reward",

@@ -21,6 +21,8 @@ SHOWN: dict[str, str] = {
     MetricName.REWARD: "{:.3f}",
     MetricName.LOSS: "{:.4f}",
     MetricName.VALIDATION_LOSS: "{:.4f}",
+    MetricName.TOOL_CALL_ACCURACY: "{:.3f}",
+    MetricName.ANSWER_ACCURACY: "{:.3f}",
     MetricName.ACCURACY: "{:.3f}",
     MetricName.HELD_OUT_ACCURACY: "{:.3f}",
     MetricName.TOOL_CALL_RATE: "{:.2f}",
@@ -173,6 +175,8 @@ COMPARED = (
     MetricName.HELD_OUT_REWARD,
     MetricName.LOSS,
     MetricName.VALIDATION_LOSS,
+    MetricName.TOOL_CALL_ACCURACY,
+    MetricName.ANSWER_ACCURACY,
 )
 """Metrics whose first and last values are printed. The loss is printed only without accuracies."""
 

@@ -22,7 +22,6 @@ from megatron_gptoss.planning.memory_advice import Hardware, memory_plan
 from rl_loop.config.errors import ConfigError
 from rl_loop.config.every_run import RunConfig
 from rl_loop.config.load import dump_config
-from rl_loop.config.run import RlConfig
 from rl_loop.data.hub import is_hub_dataset
 from rl_loop.lifecycle.resume import changes_since
 from rl_loop.lifecycle.start_checks import check_run_requirements, store_need
@@ -95,7 +94,7 @@ ENGINE_PYTHON = "rollout.engine.python"
 
 def engine_python(config: RunConfig) -> str | None:
     """Return the interpreter of the run's rollout servers; None if they have no separate one."""
-    if not isinstance(config, RlConfig):
+    if not config.samples:
         return None
     python: str | None = getattr(config.rollout.engine, "python", None)
     return python
@@ -110,7 +109,7 @@ def job_settings(config: RunConfig) -> JobSettings:
         command=config.command,
         directory=config.directory,
         parallel=config.parallel,
-        rollout=config.rollout if isinstance(config, RlConfig) else None,
+        rollout=config.rollout if config.samples else None,
         store=store_need(config),
         paths=tuple(paths),
         engine_python=engine_python(config),

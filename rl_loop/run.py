@@ -8,18 +8,17 @@ import logging
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rl_loop.cluster.ray_session import ray_session
-from rl_loop.config.errors import ConfigError
 from rl_loop.config.every_run import RunConfig
 from rl_loop.config.run import RlConfig, SftConfig
 from rl_loop.engines.protocol import RolloutEngine
 from rl_loop.engines.registry import build_backend
 from rl_loop.gateway.serve import LocalEngine, ServeOptions, serve, served_settings
-from rl_loop.lifecycle.interrupt import run_until_interrupted
-from rl_loop.lifecycle.start_checks import evaluation_need, store_need
-from rl_loop.lifecycle.store_size import check_running_store, store_bytes
+from rl_loop.lifecycle.start_checks import store_need
+from rl_loop.lifecycle.store_size import store_bytes
+from rl_loop.lifecycle.weight_checks import check_loads_merged_weights
 from rl_loop.process_memory import exempt_from_collection, keep_freed_memory
 from rl_loop.run_parts import (
     backend_context,
@@ -39,6 +38,10 @@ from rl_loop.tracking.run_directory import (
     read_json,
     read_json_lines,
 )
+
+if TYPE_CHECKING:
+    from rl_loop.evaluation.chats import ChatValidation
+    from rl_loop.rollout.pool import RolloutPool
 
 logger = logging.getLogger(__name__)
 
@@ -85,6 +88,7 @@ def run_sft(
         # Imports torch. A mistake in the configuration is reported before.
         from rl_loop.sft import train_supervised
 
+        chats = _chat_validation(config, session)
         with session.finishing_steps():
             done = train_supervised(
                 session.trainer,
@@ -93,9 +97,14 @@ def run_sft(
                 session.checkpointer,
                 steps=steps,
                 sequences_per_step=config.sequences_per_step,
+                chats=chats,
             )
         _check_not_interrupted(config, session, done)
         figures = data.summary() | _last_losses(session.run)
+        if chats is not None:
+            figures |= chats.figures
+            # The export needs the memory of the engines.
+            chats.engines.close()
         exported = _export(config, session) if config.exports else {}
         if config.unmerged_adapter is not None:
             figures |= exported
@@ -108,6 +117,31 @@ def run_sft(
         if rejected := session.rejections.summary():
             session.progress.note(f"conversations: {rejected} ({session.run.rejected})")
     return config.directory
+
+
+def _chat_validation(config: SftConfig, session: SftSession) -> "ChatValidation | None":
+    """Return the measurement of held-out conversations, with engines that are ready.
+
+    None if validations measure the loss only.
+    """
+    if config.data is None or session.rollouts is None:
+        return None
+    from rl_loop.evaluation.chats import ChatValidation
+    from rl_loop.evaluation.policy_evaluation import complete_turns
+    from rl_loop.weight_sync.canary import CanaryTolerance
+
+    data = session.data
+    chats = complete_turns(data.held_out_chats, session.codec, config.data.sampled_conversations)
+    _wait_for_engines(config, session, session.rollouts)
+    return ChatValidation(
+        session.trainer,
+        session.rollouts,
+        chats,
+        temperature=config.rollout.evaluation_temperature,
+        tolerance=CanaryTolerance.of(None, config.dtype),
+        sequences_at_a_time=config.sequences_per_step,
+        is_quantized=config.trained_quantization is not None,
+    )
 
 
 def _check_not_interrupted(config: SftConfig, session: SftSession, done: int) -> None:
@@ -167,7 +201,7 @@ def run_rl(
     how = StartMode.chosen(resume=resume, overwrite=overwrite, resume_or_new=resume_or_new)
     with RlSession(config, show, how) as session:
         loop = build_loop(config, session)
-        _wait_for_engines(config, session)
+        _wait_for_engines(config, session, session.rollouts)
         # These objects live as long as the run. A collector's search of them would delay a step.
         exempt_from_collection()
 
@@ -197,21 +231,23 @@ def run_rl(
     return config.directory
 
 
-def _wait_for_engines(config: RlConfig, session: RlSession) -> None:
+def _wait_for_engines(config: RunConfig, session: RunSession, rollouts: "RolloutPool") -> None:
     """Wait until the engines are ready. They have been starting at the same time as the trainer."""
     session.progress.note("waiting for the rollout engines")
-    session.rollouts.ready()
+    rollouts.ready()
     if session.checkpointer.state.step > 0 and config.rollout.engine.shares_trainer_gpus:
         # Unlike in a new run, the optimizer state is on the GPU already. As in every later sync,
         # the engines' caches must wait until the trainer's buffers are released.
-        session.rollouts.pause()
+        rollouts.pause()
 
 
-def run_evaluation(config: RlConfig, weights: Path | None, output: Path) -> list[dict[str, Any]]:
-    """Run ``evaluation.samples_per_task`` episodes of every held-out task and record them.
+def run_evaluation(config: RunConfig, weights: Path | None, output: Path) -> list[dict[str, Any]]:
+    """Evaluate on held-out tasks, or on the held-out conversations of supervised fine-tuning.
+
+    ``evaluation.samples_per_task`` episodes of every task, or samples of every turn, are recorded.
 
     Args:
-        config: configuration of the run.
+        config: configuration of the evaluation.
         weights: replace the configuration's ``initial_weights``.
         output: file for the records.
 
@@ -219,49 +255,18 @@ def run_evaluation(config: RlConfig, weights: Path | None, output: Path) -> list
         The records.
 
     Raises:
+        ConfigError: a configuration of supervised fine-tuning has no held-out conversations.
+        DataError: conversations cannot be read.
         ConversionError: there are no weights, or they cannot be read.
         EndpointError: the endpoint cannot be used.
     """
     # Imports torch.
-    from rl_loop.evaluation import evaluate
+    from rl_loop.evaluation import policy_evaluation
 
-    evaluation = config.evaluation
-    requests = evaluate.evaluation_requests(
-        build_tasks(config), evaluation.samples_per_task, config.rollout.evaluation_temperature
-    )
-    # An endpoint samples elsewhere, so neither Ray nor an engine starts.
-    if evaluation.endpoint is not None:
-        groups = run_until_interrupted(
-            evaluate.run_at_endpoint(requests, evaluation.endpoint, evaluation, config)
-        )
-        return evaluate.write_records(requests, groups, output)
-
-    check_loads_merged_weights(config)
-    # Unreadable weights are reported before engines start.
-    loaded = evaluate.load_weights(weights or config.initial_weights, config.dtype)
-    with ExitStack() as stack:
-        need = evaluation_need(config)
-        stack.enter_context(ray_session(store_bytes(need)))
-        # A Ray that already ran keeps the store that it was started with.
-        check_running_store(need)
-        rollouts = build_rollouts(config)
-        stack.callback(rollouts.close)
-        groups = evaluate.run_with_engines(requests, rollouts, loaded)
-    return evaluate.write_records(requests, groups, output)
-
-
-def check_loads_merged_weights(config: RunConfig) -> None:
-    """Refuse servers for unmerged adapters in commands that load a merged export.
-
-    Raises:
-        ConfigError: such servers would round merged weights to MXFP4.
-    """
-    if config.unmerged_adapter is not None and config.rollout.engine.has_mxfp4_experts:
-        raise ConfigError(
-            "adapter.merge_experts (false): evaluation and serving load the merged export, which servers with "
-            f"rollout.engine.quantization={config.rollout.engine.experts_format} would round. Add "
-            "adapter.merge_experts=true rollout.engine.quantization=null"
-        )
+    if isinstance(config, SftConfig):
+        return policy_evaluation.evaluate_on_chats(config, weights, output)
+    assert isinstance(config, RlConfig)
+    return policy_evaluation.evaluate_on_tasks(config, weights, output)
 
 
 def run_server(

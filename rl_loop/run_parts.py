@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from rl_loop.config.partial_configs import TrainerConfig
     from rl_loop.conversations.dataset import ConversationData
     from rl_loop.rollout.pool import RolloutPool
+    from rl_loop.rollout.worker import RolloutWorker
     from rl_loop.supervised_data import SupervisedData
     from rl_loop.tasks.source import TaskMixture
     from rl_loop.tracking.model_card import ModelCardFacts
@@ -102,8 +103,16 @@ def pinned_settings(settings: "TrainerConfig", inputs: Mapping[str, RunInput]) -
     return settings.model_copy(update=pinned)
 
 
-def build_rollouts(config: RunConfig) -> "RolloutPool":
-    """Start the engines and the rollout workers of a run. ``ready`` waits for them."""
+def build_rollouts(
+    config: RunConfig, runs_episodes: "type[RolloutWorker] | None" = None
+) -> "RolloutPool":
+    """Start the engines and the rollout workers of a run. ``ready`` waits for them.
+
+    Args:
+        config: configuration of the run.
+        runs_episodes: class of the workers. None for the one that the environments of ``tasks``
+            need.
+    """
     from rl_loop.ablations.engine_weights import engine_faults
     from rl_loop.agents.worker import worker_class
     from rl_loop.rollout.pool import RolloutPool
@@ -112,7 +121,7 @@ def build_rollouts(config: RunConfig) -> "RolloutPool":
         build_backend(config.rollout.engine, backend_context(config)),
         config,
         alter_weights=engine_faults(config.ablation, config.seed),
-        worker_class=worker_class(config.tasks),
+        worker_class=runs_episodes or worker_class(config.tasks),
     )
 
 

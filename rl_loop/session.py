@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from rl_loop.conversations.rejections import RejectionReport
     from rl_loop.loop import RlLoop
     from rl_loop.rollout.pool import RolloutPool
+    from rl_loop.rollout.worker import RolloutWorker
     from rl_loop.supervised_data import SupervisedData
     from rl_loop.tasks.source import TaskMixture
     from rl_loop.tracking.recorder import StepRecorder
@@ -183,6 +184,16 @@ class RunSession(ABC):
         self.trainer = build_trainer(config, self._inputs)
         self._stack.callback(self.trainer.close)
 
+    def _start_rollouts(self, runs_episodes: "type[RolloutWorker] | None" = None) -> "RolloutPool":
+        """Start engines and rollout workers, which begin while the ranks load their weights."""
+        # Engines on the trainer's GPUs start later, because they take a share of the memory that
+        # the trainer leaves.
+        if self._config.rollout.engine.shares_trainer_gpus:
+            self.trainer.ready()
+        rollouts = build_rollouts(self._config, runs_episodes)
+        self._stack.callback(rollouts.close)
+        return rollouts
+
     def _load_state(self) -> "RunState":
         from rl_loop.trainer.checkpointer import RunState
 
@@ -315,12 +326,7 @@ class RlSession(RunSession):
 
     def _start_actors(self) -> None:
         self._start_trainer()
-        # Rollout workers start while the ranks load their weights. Engines on the trainer's GPUs
-        # start later, because they take a share of the memory that the trainer leaves.
-        if self._config.rollout.engine.shares_trainer_gpus:
-            self.trainer.ready()
-        self.rollouts = build_rollouts(self._config)
-        self._stack.callback(self.rollouts.close)
+        self.rollouts = self._start_rollouts()
         self.trainer.ready()
 
     def _continue_data(self, state: "RunState") -> None:
@@ -339,6 +345,9 @@ class SftSession(RunSession):
     rejections: "RejectionReport"
     """Conversations that are left out."""
 
+    rollouts: "RolloutPool | None" = None
+    """Engines that sample in validations. None without ``data.sampled_conversations``."""
+
     _config: SftConfig
 
     def __init__(self, config: SftConfig, show: ProgressFactory, how: StartMode) -> None:
@@ -351,6 +360,11 @@ class SftSession(RunSession):
 
     def _start_actors(self) -> None:
         self._start_trainer()
+        if self._config.samples:
+            # Imports torch.
+            from rl_loop.rollout.worker import ChatWorker
+
+            self.rollouts = self._start_rollouts(ChatWorker)
         self.trainer.ready()
 
     def _continue_data(self, state: "RunState") -> None:

@@ -1,12 +1,13 @@
 """Loop of supervised fine-tuning."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 import numpy as np
 
 from megatron_gptoss.samples import TrainingSamples
 from megatron_gptoss.step_results import StepStatistics
+from rl_loop.data.trajectory import TrajectoryGroup
 from rl_loop.supervised_data import SupervisedData
 from rl_loop.tracking.metrics import MetricName
 from rl_loop.tracking.recorder import StepRecord, StepRecorder
@@ -29,6 +30,12 @@ class SftTrainer(Protocol):
     def teacher_score(self, samples: TrainingSamples) -> np.ndarray | None: ...
 
 
+class ChatValidation(Protocol):
+    """Samples turns of held-out conversations (``rl_loop.evaluation.chats``)."""
+
+    def measure(self, record: StepRecord, version: int) -> Sequence[TrajectoryGroup]: ...
+
+
 def train_supervised(
     trainer: SftTrainer,
     data: SupervisedData,
@@ -37,6 +44,7 @@ def train_supervised(
     *,
     steps: int,
     sequences_per_step: int,
+    chats: ChatValidation | None = None,
 ) -> int:
     """Run the remaining steps. Measure the validation loss regularly and at the end.
 
@@ -47,6 +55,7 @@ def train_supervised(
         checkpointer: saves the run. Its state has the number of completed steps.
         steps: number of steps of the whole run.
         sequences_per_step: sequences of a step, and of a forward pass in validation.
+        chats: samples turns of held-out conversations in every validation. None to sample none.
 
     Returns:
         Number of completed steps. It is below ``steps`` if the run was interrupted or the data is
@@ -54,11 +63,18 @@ def train_supervised(
     """
     state = checkpointer.state
     interrupted = False
+
+    def validate(record: StepRecord) -> Sequence[TrajectoryGroup]:
+        """Add the metrics of a validation, and return the turns that it sampled."""
+        add_validation_loss(record, trainer, data.validation, sequences_per_step)
+        return [] if chats is None else chats.measure(record, state.step)
+
     while state.step < steps and not data.exhausted and not interrupted:
         record = recorder.begin_step(state.step)
+        sampled: Sequence[TrajectoryGroup] = ()
         # Validate before the update, so that the curve begins with the initial weights.
         if data.validation and state.step % data.validate_every == 0:
-            add_validation_loss(record, trainer, data.validation, sequences_per_step)
+            sampled = validate(record)
 
         with record.timed("data"):
             samples = data.take(state.step)
@@ -72,7 +88,7 @@ def train_supervised(
                 record.metrics.add_mean(name, total, tokens, "tokens")
         add_optimizer_metrics(record.metrics, update)
         data.add_metrics(record.metrics)
-        recorder.record_sft_step(record, samples)
+        recorder.record_sft_step(record, samples, sampled)
 
         # Set before ``end_step``, which may save the state.
         state.data = data.state()
@@ -83,8 +99,7 @@ def train_supervised(
 
     if data.validation and not interrupted:
         record = recorder.begin_step(state.step)
-        add_validation_loss(record, trainer, data.validation, sequences_per_step)
-        recorder.record_validation(record)
+        recorder.record_validation(record, validate(record))
     return state.step
 
 

@@ -30,6 +30,11 @@ class SupervisedData(Protocol):
         ...
 
     @property
+    def held_out_chats(self) -> Mapping[str, TrainingSamples]:
+        """Validation conversations by source, with the assistant's turns in the loss."""
+        ...
+
+    @property
     def exhausted(self) -> bool:
         """True if no samples are left for a further step."""
         ...
@@ -90,6 +95,7 @@ class DemonstrationBatches:
 
     exhausted = False
     validation: Mapping[str, TrainingSamples] = {}
+    held_out_chats: Mapping[str, TrainingSamples] = {}
     validate_every = 1
 
     def __init__(
@@ -152,6 +158,7 @@ class ConversationBatches:
     """Conversations of files."""
 
     validation: Mapping[str, TrainingSamples]
+    held_out_chats: Mapping[str, TrainingSamples]
     _stream: ConversationStream
 
     def __init__(
@@ -181,7 +188,7 @@ class ConversationBatches:
 
     def start(self, report: RejectionReport) -> None:
         """Render the validation samples, and begin to render training samples. Raises DataError."""
-        self.validation = self._data.validation(report)
+        self.validation = self.held_out_chats = self._data.validation(report)
         if self._all_tokens:
             self.validation = {
                 name: with_all_tokens(samples) for name, samples in self.validation.items()

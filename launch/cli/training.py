@@ -131,10 +131,11 @@ def evaluate(
         Option(help="JSONL file of another evaluation to compare with."),
     ] = None,
 ) -> None:
-    """Evaluate on the held-out tasks of CONFIG: avg@k, pass@k and maj@k with 95% intervals."""
-    from rl_loop.config.load import load_rl_config
+    """Evaluate on the held-out tasks or conversations of CONFIG, with 95% intervals."""
+    from rl_loop.config.run import SftConfig
+    from rl_loop.config.served import load_evaluated_config
 
-    config = load_rl_config(path, overrides)
+    config = load_evaluated_config(path, overrides)
     # Next to the run's directory and not in it, because no run needs to exist.
     episodes_file = output or config.output_dir / f"{config.name}.evaluation.jsonl"
 
@@ -147,9 +148,12 @@ def evaluate(
     baseline_episodes = [] if baseline is None else read_evaluation(baseline)
     check_evaluation_requirements(config, weights, episodes_file)
 
-    from launch.evaluation_table import print_evaluation
+    from launch import evaluation_table
     from rl_loop.run import run_evaluation
 
     episodes = run_evaluation(config, weights, episodes_file)
-    print_evaluation(episodes, baseline_episodes)
+    if isinstance(config, SftConfig):
+        evaluation_table.print_chat_evaluation(episodes, baseline_episodes)
+    else:
+        evaluation_table.print_evaluation(episodes, baseline_episodes)
     print(f"episodes: {episodes_file}")

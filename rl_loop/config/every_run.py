@@ -6,6 +6,7 @@ from pydantic import BaseModel, model_validator
 
 from megatron_gptoss.config import AdapterConfig, check_quantization
 from megatron_gptoss.families.gpt_oss.config import GptOssModelConfig
+from megatron_gptoss.planning.memory_inputs import EngineMemory
 from rl_loop.config.partial_configs import EpisodesConfig, TrainerConfig
 from rl_loop.config.training import EvaluationConfig, TrackingConfig
 
@@ -43,6 +44,21 @@ class RunConfig(EpisodesConfig, TrainerConfig):
     def exports(self) -> bool:
         """True if the run ends with a Hugging Face checkpoint."""
         return True
+
+    @property
+    def samples(self) -> bool:
+        """True if the run has engines that sample."""
+        return True
+
+    @property
+    def engine_memory(self) -> EngineMemory | None:
+        """Memory of the engine on each of the trainer's GPUs. None if it takes none."""
+        if not self.samples:
+            return None
+        # Colocated servers take memory of the trainer's GPUs. Others take none.
+        return self.rollout.engine.memory_on_trainer_gpus(
+            self.model, self.dtype, self.unmerged_adapter
+        )
 
     @model_validator(mode="after")
     def _choose_vocabulary(self) -> Self:
@@ -128,6 +144,23 @@ class RunConfig(EpisodesConfig, TrainerConfig):
                 f"{engine.experts_format}. Lower it, or set adapter.merge_experts=true and leave "
                 "rollout.engine.quantization out."
             )
+
+    def _check_unmerged_experts(self) -> None:
+        """Refuse engines with another policy than unmerged training, and ``keep_weights`` without effect."""
+        engine = self.rollout.engine
+        if engine.keeps_weights and self.unmerged_adapter is None:
+            raise ValueError(
+                "rollout.engine.keep_weights: weight syncs send all weights unless adapter.merge_experts is false. "
+                "Leave it out."
+            )
+        # Merging in fp32 loses less than training can notice.
+        if self.unmerged_adapter is None or engine.has_mxfp4_experts or self.dtype == "fp32":
+            return
+        raise ValueError(
+            f"adapter.merge_experts (false): {engine.type} engines would hold merged experts in {self.dtype}, which "
+            "is another policy than the trained one. Set rollout.engine.type=sglang and "
+            "rollout.engine.quantization=mxfp4, or adapter.merge_experts=true."
+        )
 
     def _check_dense(self) -> None:
         """Refuse settings that have no effect on a model without experts and sinks."""

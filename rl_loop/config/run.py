@@ -76,10 +76,7 @@ class RlConfig(RunConfig):
             super().memory_inputs,
             longest_sequence=self.rollout.max_episode_tokens,
             auxiliary_models=auxiliary_models,
-            # Colocated servers take memory of the trainer's GPUs. Others take none.
-            engine=self.rollout.engine.memory_on_trainer_gpus(
-                self.model, self.dtype, self.unmerged_adapter
-            ),
+            engine=self.engine_memory,
             mini_batches=self.algorithm.mini_batches,
         )
         if self.teacher is not None:
@@ -103,23 +100,6 @@ class RlConfig(RunConfig):
         self._check_external_agents()
         self._check_unmerged_experts()
         return self
-
-    def _check_unmerged_experts(self) -> None:
-        """Refuse engines with another policy than unmerged training, and ``keep_weights`` without effect."""
-        engine = self.rollout.engine
-        if engine.keeps_weights and self.unmerged_adapter is None:
-            raise ValueError(
-                "rollout.engine.keep_weights: weight syncs send all weights unless adapter.merge_experts is false. "
-                "Leave it out."
-            )
-        # Merging in fp32 loses less than training can notice.
-        if self.unmerged_adapter is None or engine.has_mxfp4_experts or self.dtype == "fp32":
-            return
-        raise ValueError(
-            f"adapter.merge_experts (false): {engine.type} engines would hold merged experts in {self.dtype}, which "
-            "is another policy than the trained one. Set rollout.engine.type=sglang and "
-            "rollout.engine.quantization=mxfp4, or adapter.merge_experts=true."
-        )
 
     def _check_lengths(self) -> None:
         longest = self.rollout.max_episode_tokens
@@ -275,6 +255,11 @@ class SftConfig(RunConfig):
         return self.adapter is not None or self.data is not None
 
     @property
+    def samples(self) -> bool:
+        """True if validations sample turns of conversations."""
+        return self.data is not None and self.data.sampled_conversations > 0
+
+    @property
     def distillation(self) -> DistillationLoss | None:
         """Value of ``loss``, if it is distillation."""
         return self.loss if isinstance(self.loss, DistillationLoss) else None
@@ -302,13 +287,19 @@ class SftConfig(RunConfig):
     def memory_inputs(self) -> MemoryInputs:
         """Memory inputs with a teacher, for sequences of ``data``'s maximum length."""
         # ``super()`` assumes that a sample can fill a micro-batch.
-        inputs = super().memory_inputs
+        inputs = replace(super().memory_inputs, engine=self.engine_memory)
         if self.teacher is not None:
             inputs = replace(inputs, teacher=read_model(self.teacher))
         if self.data is None:
             return inputs
         # The last token of a sequence takes no position in a row.
         return replace(inputs, longest_sequence=min(self.longest_sample, inputs.tokens))
+
+    @model_validator(mode="after")
+    def _check_engine_of_validations(self) -> Self:
+        if self.samples:
+            self._check_unmerged_experts()
+        return self
 
     @model_validator(mode="after")
     def _check_distillation(self) -> Self:

@@ -1,4 +1,4 @@
-"""Reads the configuration of a model to serve: of its run, or of its directory."""
+"""Reads the configuration of a model to serve or to evaluate: of its run, or of its directory."""
 
 from pathlib import Path
 
@@ -46,6 +46,11 @@ def load_served_config(path: Path, overrides: list[str] | None = None) -> RunCon
             "Name one of them."
         )
     return _config_of_model(path, overrides or [])
+
+
+def load_evaluated_config(path: Path, overrides: list[str] | None = None) -> RunConfig:
+    """Read a configuration of ``gptoss rl`` or ``gptoss sft`` with ``load_config``."""
+    return _load_either(_find_either(path), overrides)
 
 
 def _find_either(path: Path) -> Path:

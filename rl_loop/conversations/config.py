@@ -100,6 +100,10 @@ class DataConfig(CorpusConfig):
     """Maximum number of validation conversations per source."""
     validate_every: int = Field(50, gt=0)
     """Steps between validations. Validation also runs before the first step and after the last."""
+    sampled_conversations: int = Field(0, ge=0)
+    """Number of validation conversations per source whose turns are sampled in every validation and
+    compared with the references (docs/evaluating.md). ``rollout`` has the engine and the limits of
+    a turn. 0: measure the loss only."""
     max_tokens: int | None = Field(None, gt=1)
     """Maximum tokens per sample. null: the limit of ``training.max_tokens_per_micro_batch`` and
     ``model.max_length``."""
@@ -119,4 +123,15 @@ class DataConfig(CorpusConfig):
                     f"sources.{name}.validation_path and validation_fraction both select data for "
                     "validation. Give one of them"
                 )
+        if self.sampled_conversations > 0 and not self.holds_out_conversations:
+            raise ValueError(
+                f"sampled_conversations ({self.sampled_conversations}) needs held-out "
+                "conversations. Set validation_path or validation_fraction"
+            )
         return self
+
+    @property
+    def holds_out_conversations(self) -> bool:
+        """True if conversations are held out for validation."""
+        paths = [source.validation_path for source in self.sources.values()]
+        return self.validation_fraction > 0 or any(path is not None for path in paths)

@@ -270,6 +270,13 @@ class Environment:
         """
         return self.task.messages
 
+    def prompt_ids(self) -> Sequence[int] | None:
+        """Return the rendered prompt, which ends at the beginning of the assistant's turn.
+
+        None: the loop renders ``prompt`` with the tools.
+        """
+        return None
+
     def tools(self) -> Sequence[Tool]:
         """Return the functions for the developer message, without ``python``."""
         return ()

@@ -15,7 +15,6 @@ from converters.megatron_checkpoint import MegatronCheckpoint
 from converters.mxfp4_tensors import rounded_to_mxfp4
 from megatron_gptoss.checkpoint.directory import latest_checkpoint
 from megatron_gptoss.config.precision import torch_dtype
-from rl_loop.agents.worker import worker_class
 from rl_loop.config.partial_configs import EpisodesConfig
 from rl_loop.config.training import EvaluationConfig
 from rl_loop.data.trajectory import Trajectory, TrajectoryGroup
@@ -24,7 +23,7 @@ from rl_loop.environments import Task
 from rl_loop.infrastructure import CircuitBreaker
 from rl_loop.rollout.collector import HeldOutTasks
 from rl_loop.rollout.group_stream import GroupRequest
-from rl_loop.rollout.pool import RolloutPool
+from rl_loop.rollout.worker import RolloutWorker
 from rl_loop.tracking.run_directory import atomic_write_text
 from rl_loop.weight_sync.source import LoadedWeights
 
@@ -76,29 +75,26 @@ def evaluation_requests(
     return [GroupRequest(task, seeds, temperature) for task in tasks.held_out()]
 
 
-def run_with_engines(
-    requests: Sequence[GroupRequest], rollouts: RolloutPool, weights: LoadedWeights
-) -> list[TrajectoryGroup]:
-    """Run the episodes with the engines of ``rollouts`` and the given weights."""
-    rollouts.ready()
-    rollouts.sync_weights(weights, version=0)
-    return rollouts.run(requests)
-
-
 async def run_at_endpoint(
     requests: Sequence[GroupRequest],
     url: str,
     evaluation: EvaluationConfig,
     config: EpisodesConfig,
+    runs_episodes: type[RolloutWorker],
 ) -> list[TrajectoryGroup]:
     """Run the episodes in this process, with the server at ``url`` as the policy.
+
+    Args:
+        requests: episodes to run.
+        url: URL of the server.
+        evaluation: section of the configuration.
+        config: configuration of the episodes.
+        runs_episodes: class of the worker.
 
     Raises:
         EndpointError: if the server cannot be used.
     """
     engine = CompletionsEngine(url, evaluation.endpoint_model, evaluation.max_concurrent_episodes)
-    # Environments with an external agent need another worker.
-    runs_episodes = worker_class(config.tasks)
     worker = runs_episodes(config, lambda: engine, torch.get_num_threads())
     rollout = config.rollout
     # Failures of the endpoint must not count as wrong answers.
@@ -133,19 +129,22 @@ async def run_at_endpoint(
     return finished
 
 
-def write_records(
-    requests: Sequence[GroupRequest], groups: Sequence[TrajectoryGroup], output: Path
+def evaluation_records(
+    requests: Sequence[GroupRequest], groups: Sequence[TrajectoryGroup]
 ) -> list[dict[str, Any]]:
-    """Write one record per episode to ``output``, and return the records."""
+    """Return one record per episode."""
     records = []
     for request, group in zip(requests, groups, strict=True):
         for sample, trajectory in enumerate(group.trajectories):
             records.append(evaluation_record(request.task, sample, trajectory))
+    return records
 
+
+def write_records(records: Sequence[dict[str, Any]], output: Path) -> None:
+    """Write records to a file of JSON lines."""
     output.parent.mkdir(parents=True, exist_ok=True)
     # The write is atomic, so that an interrupted evaluation leaves no half file.
     atomic_write_text(output, "".join(json.dumps(record) + "\n" for record in records))
-    return records
 
 
 def evaluation_record(task: Task, sample: int, episode: Trajectory) -> dict[str, Any]:

@@ -5,6 +5,7 @@ They are computed from the records of ``rl_loop.evaluation.evaluate``.
 
 import itertools
 import math
+import operator
 import random
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -38,24 +39,40 @@ class MeanEstimate:
 
 @dataclass(frozen=True)
 class SampleMoments:
-    """Count, mean and unbiased variance of a sample. The variance of a single value is 0."""
+    """Count, mean and unbiased variance of a sample. The variance of a single value is 0.
+
+    With weights, ``variance / count`` is the variance of the weighted mean: of the ratio of two
+    sums over the tasks, to first order.
+    """
 
     count: int
     mean: float
     variance: float
 
     @classmethod
-    def of(cls, values: Sequence[float]) -> "SampleMoments":
+    def of(cls, values: Sequence[float], weights: Sequence[float] | None = None) -> "SampleMoments":
         count = len(values)
-        mean = sum(values) / count
-        squares = sum((value - mean) ** 2 for value in values)
+        if weights is None:
+            weights = [1.0] * count
+        total = sum(weights)
+        mean = sum(map(operator.mul, values, weights)) / total
+        # Relative to a mean weight of 1.
+        deviations = [
+            weight * count / total * (value - mean)
+            for value, weight in zip(values, weights, strict=True)
+        ]
+        squares = sum(deviation**2 for deviation in deviations)
         return cls(count, mean, squares / max(1, count - 1))
 
 
-def estimate(values: Sequence[float]) -> MeanEstimate:
+def estimate(values: Sequence[float], weights: Sequence[float] | None = None) -> MeanEstimate:
     """Estimate the mean of one number between 0 and 1 per task, with Wilson's interval.
 
     The interval is valid for all values between 0 and 1, even if all tasks are equal.
+
+    Args:
+        values: one number per task.
+        weights: weight of each task, above 0, such as its number of turns. None for equal weights.
 
     Example:
         >>> # Accuracy on 4 tasks.
@@ -65,7 +82,7 @@ def estimate(values: Sequence[float]) -> MeanEstimate:
     """
     # Wilson's formula is for binomials. The number of trials is chosen to give the standard error
     # of the tasks.
-    sample = SampleMoments.of(values)
+    sample = SampleMoments.of(values, weights)
     mean = sample.mean
     trials = float(sample.count)
     # Values that are all equal have no variance. Then each task is one trial.
@@ -81,9 +98,14 @@ def estimate(values: Sequence[float]) -> MeanEstimate:
     return MeanEstimate(mean, max(0.0, center - half), min(1.0, center + half), sample.count)
 
 
-def difference(values: Sequence[float]) -> MeanEstimate:
-    """Estimate the mean of differences, one per task, with a normal interval."""
-    sample = SampleMoments.of(values)
+def normal_estimate(
+    values: Sequence[float], weights: Sequence[float] | None = None
+) -> MeanEstimate:
+    """Estimate the mean of any numbers, one per task, with a normal interval.
+
+    ``weights`` are those of ``estimate``.
+    """
+    sample = SampleMoments.of(values, weights)
     half = Z * math.sqrt(sample.variance / sample.count)
     return MeanEstimate(sample.mean, sample.mean - half, sample.mean + half, sample.count)
 
@@ -173,4 +195,4 @@ def compare(
     gains = [new[task] - old[task] for task in new if task in old]
     if not gains:
         return None
-    return difference(gains)
+    return normal_estimate(gains)

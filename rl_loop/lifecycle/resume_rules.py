@@ -90,6 +90,7 @@ RULES: dict[str, ResumeRule] = {
     # -- data -------------------------------------------------------------------------------------
     "data": _rejected(DATA),
     "data.max_rejected_fraction": ENDING,
+    "data.sampled_conversations": MEASUREMENT,
     "data.validate_every": MEASUREMENT,
     "data.workers": LAYOUT,
     # -- parallel ---------------------------------------------------------------------------------

@@ -9,6 +9,7 @@ import importlib.util
 import logging
 import os
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 
 from megatron_gptoss.families.gpt_oss.config import RELEASED_VOCABULARY
@@ -32,6 +33,7 @@ from rl_loop.lifecycle.disk_checks import check_disk, check_writable, disk_need
 from rl_loop.lifecycle.error_hints import how_to_make, how_to_make_weights
 from rl_loop.lifecycle.inputs import TEACHERS
 from rl_loop.lifecycle.store_size import (
+    WEIGHT_COPIES,
     StoreNeed,
     check_local_store,
     evaluation_store_need,
@@ -50,6 +52,8 @@ from rl_loop.tracking.run_directory import RunDirectory
 
 logger = logging.getLogger(__name__)
 
+TURNS = 4
+"""Estimated turns of the assistant in a conversation."""
 READ_NOW_BYTES = 20 << 20
 """Maximum size of a task file whose rows are all checked, 20 MiB.
 
@@ -88,6 +92,8 @@ def check_run_requirements(config: RunConfig, has_own_ray: bool = False) -> None
         check_conversations(config.data)
     else:
         check_data(config)
+    if isinstance(config, SftConfig):
+        check_engine(config, uses_engine=config.samples)
     if isinstance(config, RlConfig):
         check_rollouts(config)
         warn_about_sampling(config)
@@ -255,7 +261,7 @@ def check_teacher(teacher: Path, config: RunConfig) -> None:
         raise StartError(f"{key}: {teacher} does not fit the layout: {error}") from None
 
 
-def check_evaluation_requirements(config: RlConfig, weights: Path | None, output: Path) -> None:
+def check_evaluation_requirements(config: RunConfig, weights: Path | None, output: Path) -> None:
     """Check the requirements of ``gptoss eval``, like ``check_run_requirements``.
 
     Args:
@@ -264,10 +270,15 @@ def check_evaluation_requirements(config: RlConfig, weights: Path | None, output
         output: file for the episodes.
     """
     endpoint = config.evaluation.endpoint
+    if isinstance(config, SftConfig):
+        check_held_out_conversations(config)
     check_chat_format(config)
     # An endpoint needs no Ray. A running Ray keeps its store.
     if endpoint is None and not os.environ.get("RAY_ADDRESS"):
-        check_local_store(evaluation_need(config))
+        held_out = len(config.tasks.sources) * config.tasks.held_out_tasks
+        # The number of turns of conversations is not known yet.
+        tasks = held_out if isinstance(config, RlConfig) else 0
+        check_local_store(evaluation_need(config, tasks))
     if endpoint is not None:
         check_endpoint(endpoint)
     elif weights is not None:
@@ -286,8 +297,11 @@ def check_evaluation_requirements(config: RlConfig, weights: Path | None, output
 
     if endpoint is None:
         check_ray_address()
-    check_data(config)
-    check_rollouts(config, uses_engine=endpoint is None)
+    if isinstance(config, SftConfig):
+        check_engine(config, uses_engine=endpoint is None)
+    else:
+        check_data(config)
+        check_rollouts(config, uses_engine=endpoint is None)
     check_writable(output.parent)
 
 
@@ -357,6 +371,22 @@ def check_conversations(data: DataConfig) -> None:
                 _check_file(f"data.sources.{name}.{field}", Path(path))
 
 
+def check_held_out_conversations(config: SftConfig) -> None:
+    """Check that ``data`` holds out conversations, and that its files exist."""
+    data = config.data
+    if data is None:
+        raise StartError(
+            f"{config.name} trains on demonstrations. Name a configuration of `gptoss rl`, or one "
+            "of `gptoss sft` with conversations (data)"
+        )
+    if not data.holds_out_conversations:
+        raise StartError(
+            f"data: {config.name} holds out no conversations. Set data.validation_path or "
+            "data.validation_fraction"
+        )
+    check_conversations(data)
+
+
 def _check_file(key: str, path: Path) -> None:
     if not path.exists():
         raise StartError(f"{key}: {path} does not exist. {how_to_make(key, path)}")
@@ -419,7 +449,12 @@ def check_rollouts(config: RunConfig, uses_engine: bool = True) -> None:
         return
     # Raises SandboxUnavailableError with the packages to install.
     check_isolation(config.sandbox)
-    if uses_engine:
+    check_engine(config, uses_engine)
+
+
+def check_engine(config: RunConfig, uses_engine: bool = True) -> None:
+    """Check the engine's environment if it will run on this machine."""
+    if uses_engine and runs_here():
         config.rollout.engine.check_machine()
 
 
@@ -457,14 +492,29 @@ def store_need(config: RunConfig) -> StoreNeed:
             held_out=len(config.tasks.sources) * config.tasks.held_out_tasks,
         )
     assert isinstance(config, SftConfig)
-    return sft_store_need(
+    need = sft_store_need(
         sequences=config.sequences_per_step,
         longest=config.training.max_tokens_per_micro_batch,
     )
+    if config.data is None or not config.samples:
+        return need
+    # The number of turns is known only after the conversations were read.
+    turns = TURNS * config.data.sampled_conversations * len(config.data.sources)
+    sampled = evaluation_store_need(config.model, config.dtype, config.rollout, episodes=turns)
+    return replace(
+        need,
+        columns=need.columns + sampled.columns,
+        weights=WEIGHT_COPIES * sampled.weights,
+        keys=[*need.keys, "data.sampled_conversations", "rollout.max_episode_tokens"],
+    )
 
 
-def evaluation_need(config: RlConfig) -> StoreNeed:
-    """Compute the contents of Ray's object store in ``gptoss eval``."""
-    held_out = len(config.tasks.sources) * config.tasks.held_out_tasks
-    episodes = held_out * config.evaluation.samples_per_task
+def evaluation_need(config: RunConfig, tasks: int) -> StoreNeed:
+    """Compute the contents of Ray's object store in ``gptoss eval``.
+
+    Args:
+        config: configuration of the evaluation.
+        tasks: number of held-out tasks, or of turns of conversations.
+    """
+    episodes = tasks * config.evaluation.samples_per_task
     return evaluation_store_need(config.model, config.dtype, config.rollout, episodes=episodes)

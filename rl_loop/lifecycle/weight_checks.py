@@ -12,7 +12,8 @@ from megatron_gptoss.checkpoint.directory import ADAPTER_FILE, MODEL_CONFIG_FILE
 from megatron_gptoss.config import AdapterConfig, ModelConfig
 from megatron_gptoss.families.registry import parse_model_config, read_hf_config
 from megatron_gptoss.untrusted_files import read_bytes, read_json
-from rl_loop.config.errors import StartError
+from rl_loop.config.errors import ConfigError, StartError
+from rl_loop.config.every_run import RunConfig
 from rl_loop.lifecycle.error_hints import how_to_make, how_to_make_weights
 from rl_loop.tracking.run_directory import RunDirectory
 
@@ -220,3 +221,17 @@ def _compare_models(
 def _not_described(key: str, file: Path, error: Exception) -> StartError:
     first_line = str(error).strip().splitlines()[0]
     return StartError(f"{key}: {file} has no valid model configuration ({first_line})")
+
+
+def check_loads_merged_weights(config: RunConfig) -> None:
+    """Refuse servers for unmerged adapters in commands that load a merged export.
+
+    Raises:
+        ConfigError: such servers would round merged weights to MXFP4.
+    """
+    if config.unmerged_adapter is not None and config.rollout.engine.has_mxfp4_experts:
+        raise ConfigError(
+            "adapter.merge_experts (false): evaluation and serving load the merged export, which servers with "
+            f"rollout.engine.quantization={config.rollout.engine.experts_format} would round. Add "
+            "adapter.merge_experts=true rollout.engine.quantization=null"
+        )

@@ -205,6 +205,26 @@ class RolloutPool:
                 answers.append(self._call(index, method, *arguments))
         return answers
 
+    def _call_each(self, method: str, inputs: Sequence[Any], *arguments: Any) -> list[Any]:
+        """Call a method for every input at the same time, each on one of the workers.
+
+        Dead workers are replaced, and their calls are repeated.
+        """
+        workers = list(self._workers)
+        references = [
+            getattr(workers[i % len(workers)], method).remote(value, *arguments)
+            for i, value in enumerate(inputs)
+        ]
+        answers = []
+        for i, reference in enumerate(references):
+            index = i % len(workers)
+            try:
+                answers.append(ray.get(reference))
+            except ACTOR_DEATHS as death:
+                self._replace(index, workers[index], death)
+                answers.append(self._call(index, method, inputs[i], *arguments))
+        return answers
+
     def _replace(self, index: int, dead: Any, death: ActorDeath) -> None:
         """Replace a dead worker, and give the new one the current weights.
 
@@ -447,6 +467,15 @@ class RolloutPool:
         """Return the log-probs of ``token_ids[1:]``, in nats, from every engine."""
         with self._backend_lock:
             return self.backend.score(token_ids, temperature)
+
+    def score_each(self, sequences: Sequence[list[int]]) -> list[list[float]]:
+        """Return the log-probs of ``ids[1:]``, in nats, of every sequence from one of the engines."""
+        scores: list[list[float]] = []
+        # A worker accepts this many calls at a time.
+        at_a_time = CONTROL_CALLS * len(self._workers)
+        for first in range(0, len(sequences), at_a_time):
+            scores += self._call_each("score", sequences[first : first + at_a_time], 1.0)
+        return scores
 
     def rounding_errors(self, token_ids: list[int]) -> list[float | None]:
         """Return the effect of rounding on the log-probs of ``score`` in every engine.

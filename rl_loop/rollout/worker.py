@@ -199,6 +199,13 @@ class RolloutWorker:
         await self.engine.close()
 
 
+class ChatWorker(RolloutWorker):
+    """Worker for turns of conversations. It executes no calls, so it has no sandbox."""
+
+    async def start(self) -> None:
+        exempt_from_collection()
+
+
 def _without_routes(episode: Trajectory) -> tuple[Trajectory, np.ndarray | None]:
     """Return an episode with placeholders for its routes, and the routes in one array.
 

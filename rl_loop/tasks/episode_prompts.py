@@ -34,11 +34,18 @@ class EpisodePrompt:
     messages: Sequence[dict[str, Any]]
     tools: Sequence[Tool] = ()
     builtin_tools: Sequence[BuiltinTool | PythonTool] = ()
+    token_ids: Sequence[int] | None = None
+    """The rendered prompt, if the environment has it."""
 
 
 def build_prompt(environment: Environment) -> EpisodePrompt:
     """Return the prompt of an environment's episode."""
-    return EpisodePrompt(environment.prompt(), environment.tools(), environment.builtin_tools())
+    return EpisodePrompt(
+        environment.prompt(),
+        environment.tools(),
+        environment.builtin_tools(),
+        environment.prompt_ids(),
+    )
 
 
 class EpisodePromptRenderer:
@@ -58,6 +65,8 @@ class EpisodePromptRenderer:
         Raises:
             UnusablePromptError: if it is too long or cannot be rendered.
         """
+        if prompt.token_ids is not None:
+            return self._fitting(task_id, list(prompt.token_ids))
         try:
             # Reject prompts of megabytes early, because tokenizing them would take minutes.
             contents = [str(message.get("content")) for message in prompt.messages]
@@ -74,6 +83,10 @@ class EpisodePromptRenderer:
                 f"the prompt of task {task_id} cannot be rendered: {describe(error)}"
             ) from error
 
+        return self._fitting(task_id, ids)
+
+    def _fitting(self, task_id: str, ids: list[int]) -> list[int]:
+        """Return ``ids``. Raises UnusablePromptError if they are too long."""
         # At the limit there is no token left for an answer.
         if len(ids) >= self._max_tokens:
             raise self._too_long(task_id, f"{len(ids)} tokens")

@@ -41,6 +41,10 @@ class MetricName:
     LOSS = "loss"
     # Nats, mean over loss tokens, on steps that validate.
     VALIDATION_LOSS = "validation/loss"
+    # Share of turns with the calls of the reference, on steps that sample conversations.
+    TOOL_CALL_ACCURACY = "validation/tool_call_accuracy"
+    # Share of turns with the text of the reference.
+    ANSWER_ACCURACY = "validation/answer_accuracy"
     # |log pi_train - log pi_rollout|, mean over sampled tokens, nats.
     LOG_PROB_GAP = "mismatch/log_prob_gap_mean"
     # k3 estimate of KL(rollout || train), mean over sampled tokens, nats.

@@ -164,16 +164,32 @@ class StepRecorder:
         record.add_speed(sum(map(len, rollouts.sequences)))
         self._writer.write(metrics)
 
-    def record_sft_step(self, record: StepRecord, samples: TrainingSamples) -> None:
-        """Write a finished step of supervised fine-tuning, which trained on ``samples``."""
-        self._write_evaluation(record)
+    def record_sft_step(
+        self,
+        record: StepRecord,
+        samples: TrainingSamples,
+        sampled: Sequence[TrajectoryGroup] = (),
+    ) -> None:
+        """Write a finished step of supervised fine-tuning.
+
+        Args:
+            record: metrics of the step.
+            samples: trained samples.
+            sampled: turns of conversations that a validation before the step sampled.
+        """
+        self.record_validation(record, sampled)
         self._episodes.record_conversations(record.metrics.step, samples)
         record.add_speed(samples.tokens)
         self._writer.write(record.metrics)
 
-    def record_validation(self, record: StepRecord) -> None:
-        """Write a validation loss that belongs to no training step."""
+    def record_validation(
+        self, record: StepRecord, sampled: Sequence[TrajectoryGroup] = ()
+    ) -> None:
+        """Write a validation, with the turns that it ``sampled``."""
         self._write_evaluation(record)
+        if sampled:
+            step = record.evaluation.step
+            self._record_episodes(step, [SplitEpisodes("held_out", sampled, step=step)])
 
     def record_evaluation(self, record: StepRecord, groups: Sequence[TrajectoryGroup]) -> None:
         """Write an evaluation that belongs to no training step."""

@@ -18,7 +18,8 @@ from rl_loop.config.load import load_config
 from rl_loop.config.run import RlConfig
 from rl_loop.environments.base import final
 from rl_loop.gateway.serve import ServeOptions
-from rl_loop.run import check_loads_merged_weights, run_evaluation, run_server
+from rl_loop.lifecycle.weight_checks import check_loads_merged_weights
+from rl_loop.run import run_evaluation, run_server
 from rl_loop.run_parts import build_tasks
 from rl_loop.tasks.evaluation_records import read_evaluation
 from rl_loop.tasks.source import TaskMixture

@@ -11,9 +11,9 @@ import pytest
 from rl_loop.evaluation.statistics import (
     accuracy_estimates,
     compare,
-    difference,
     estimate,
     majority_at,
+    normal_estimate,
     pass_at,
 )
 
@@ -84,4 +84,4 @@ def test_comparison_pairs_evaluations_by_task() -> None:
     assert (found.value, found.tasks) == (0.5, 10)
     assert found.low > 0
     assert compare(better, [record("other", 0, True)]) is None
-    assert difference([0.0, 0.0]).low == 0.0
+    assert normal_estimate([0.0, 0.0]).low == 0.0

@@ -144,7 +144,7 @@ def test_need_grows_with_staleness_rounds_and_estimates() -> None:
 
 
 def test_need_of_an_evaluation_counts_all_samples() -> None:
-    need = evaluation_need(rl_config("evaluation.samples_per_task=32"))
+    need = evaluation_need(rl_config("evaluation.samples_per_task=32"), tasks=128)
     assert need.episodes == 128 * 32
     assert need.columns == 128 * 32 * 384 * (4 + 1 + 4 + 5)
 

@@ -19,5 +19,11 @@ TINY = [
 
 
 def config(path: Path, *overrides: str) -> SftConfig:
-    options = [*TINY, f"data.path={path}", "data.validation_path=null", f"output_dir={path.parent}"]
+    options = [
+        *TINY,
+        f"data.path={path}",
+        "data.validation_path=null",
+        "data.sampled_conversations=0",
+        f"output_dir={path.parent}",
+    ]
     return load_config(ROOT / "configs/sft/tiny_shop.yaml", SftConfig, [*options, *overrides])
