@@ -1,21 +1,21 @@
-"""A chat file with your own tools: write it, train on it, and evaluate new conversations.
+"""Chat files with your own tools: write them, train on them, and evaluate new conversations.
 
     python examples/chat_with_tools.py runs/shop
     gptoss data preview configs/sft/tiny_shop.yaml
     gptoss sft configs/sft/tiny_shop.yaml
-    python examples/chat_with_tools.py runs/shop --evaluate runs/tiny_shop
+    gptoss eval configs/sft/tiny_shop.yaml --weights runs/tiny_shop/export
 
 Customers ask the clerk of a shop for prices and stocks, which only the clerk's tools know. The file
 has OpenAI's ``messages`` and ``tools``. Held-out conversations ask for other prices and stocks of
-the same goods. The tools answer the model's calls. A conversation counts if every call and every
-final answer is right.
+the same goods.
+
+With ``--weather``, each question is about two cities, and the answer makes two calls at once.
 """
 
 import argparse
-import asyncio
 import json
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -43,6 +43,22 @@ TOOLS = [
     }
     for name, description in (("price", "Costs of an item."), ("stock", "How many there are."))
 ]
+
+CITIES = ["Oslo", "Rome", "Lima", "Cairo", "Paris", "Tokyo", "Delhi", "Quito"]
+DAYS = ["Monday", "Tuesday", "Wednesday", "Thursday", "Friday", "Saturday", "Sunday"]
+SKIES = ["sun", "rain", "snow", "wind"]
+WEATHER_TOOL = {
+    "type": "function",
+    "function": {
+        "name": "weather",
+        "description": "Weather of a day.",
+        "parameters": {
+            "type": "object",
+            "properties": {"city": {"type": "string"}, "day": {"type": "string"}},
+            "required": ["city", "day"],
+        },
+    },
+}
 
 
 @dataclass(frozen=True)
@@ -95,99 +111,82 @@ def write_files(folder: Path, seed: int) -> None:
     rng.shuffle(questions)
     held_out, known = questions[: 2 * HELD_OUT], questions[2 * HELD_OUT :]
 
-    folder.mkdir(parents=True, exist_ok=True)
-    with (folder / "train.jsonl").open("w") as file:
-        for _ in range(TRAINING):
-            asked = rng.sample(known, k=rng.choice((1, 2)))
-            file.write(json.dumps(conversation(asked)) + "\n")
-    with (folder / "held_out.jsonl").open("w") as file:
-        for i in range(HELD_OUT):
-            file.write(json.dumps(conversation(held_out[2 * i : 2 * i + 2])) + "\n")
+    trained = (conversation(rng.sample(known, k=rng.choice((1, 2)))) for _ in range(TRAINING))
+    write_lines(folder / "train.jsonl", trained)
+    evaluated = (conversation(held_out[2 * i : 2 * i + 2]) for i in range(HELD_OUT))
+    write_lines(folder / "held_out.jsonl", evaluated)
 
 
-# ---- evaluation
+# ---- weather, with two calls in one message
 
 
-async def converse(engine: Any, harmony: Any, record: dict[str, Any]) -> bool:
-    """Ask the model the questions of a held-out conversation, and answer its calls.
+@dataclass(frozen=True)
+class Forecast:
+    """A question about the weather in two cities on one day, with the tool's answers."""
 
-    Returns:
-        True if all calls and answers of the model are right.
-    """
-    from rl_loop.conversations.formats import read_tools
-    from rl_loop.engines.protocol import GenerateRequest, SamplingParams
-    from rl_loop.harmony.codec import FormatError, ToolOutput
+    cities: tuple[str, str]
+    day: str
+    skies: tuple[str, str]
 
-    greedy = SamplingParams(64, temperature=0, stop_token_ids=harmony.stop_token_ids)
-    messages = record["messages"]
-    tools = read_tools(record["tools"])
-
-    for asked, message in enumerate(messages):
-        if message["role"] != "user":
-            continue
-        # The history has the expected answers, not those of the model.
-        ids = harmony.render_prompt(messages[: asked + 1], tools)
-        name = f"{message['content']}/{id(record)}"
-
-        sampled = await engine.generate(GenerateRequest(f"{name}/0/0", ids, greedy))
-        parsed = harmony.parse(sampled.output_ids)
-        function = messages[asked + 1]["tool_calls"][0]["function"]
-        if (
-            isinstance(parsed, FormatError)
-            or parsed[-1].recipient != f"functions.{function['name']}"
-        ):
-            return False
-        if parsed[-1].text != function["arguments"]:
-            return False
-
-        told = ToolOutput(parsed[-1].recipient, parsed[-1].channel, messages[asked + 2]["content"])
-        ids = ids + sampled.output_ids + harmony.render_observation([told])
-        sampled = await engine.generate(GenerateRequest(f"{name}/1/0", ids, greedy))
-        parsed = harmony.parse(sampled.output_ids)
-        if isinstance(parsed, FormatError) or parsed[-1].text != messages[asked + 3]["content"]:
-            return False
-    return True
+    def conversation(self) -> dict[str, Any]:
+        """Return a conversation in OpenAI's format."""
+        (first, second), (here, there) = self.cities, self.skies
+        calls = [
+            {
+                "id": f"call_{number}",
+                "type": "function",
+                "function": {
+                    "name": "weather",
+                    "arguments": json.dumps({"city": city, "day": self.day}),
+                },
+            }
+            for number, city in enumerate(self.cities)
+        ]
+        answers = [
+            {"role": "tool", "tool_call_id": call["id"], "content": sky}
+            for call, sky in zip(calls, self.skies, strict=True)
+        ]
+        asked = f"How is the weather in {first} and {second} on {self.day}?"
+        messages = [
+            {"role": "user", "content": asked},
+            {"role": "assistant", "content": None, "tool_calls": calls},
+            *answers,
+            {"role": "assistant", "content": f"{first} has {here}, {second} has {there}."},
+        ]
+        return {"messages": messages, "tools": [WEATHER_TOOL]}
 
 
-def evaluate(folder: Path, run: Path) -> float:
-    """Return the fraction of held-out conversations that a run's export answers correctly."""
-    import torch
-    from transformers import GptOssForCausalLM
+def write_weather(folder: Path, seed: int) -> None:
+    """Write train.jsonl and held_out.jsonl, which share no two cities with the same day."""
+    rng = random.Random(seed)
+    places = [(a, b, day) for a in CITIES for b in CITIES if a != b for day in DAYS]
+    rng.shuffle(places)
 
-    from rl_loop.config.load import load_run_config
-    from rl_loop.engines.embedded.engine import TransformersEngine
-    from rl_loop.tasks.codec import build_codec
+    def forecast(place: tuple[str, str, str]) -> dict[str, Any]:
+        first, second, day = place
+        skies = (rng.choice(SKIES), rng.choice(SKIES))
+        return Forecast((first, second), day, skies).conversation()
 
-    harmony = build_codec(load_run_config(run / "config.yaml", "sft"))
-    model = GptOssForCausalLM.from_pretrained(
-        run / "export", dtype=torch.float32, attn_implementation="eager"
-    )
-    records = [json.loads(line) for line in (folder / "held_out.jsonl").read_text().splitlines()]
+    held_out, known = places[:HELD_OUT], places[HELD_OUT:]
+    write_lines(folder / "train.jsonl", (forecast(rng.choice(known)) for _ in range(TRAINING)))
+    write_lines(folder / "held_out.jsonl", map(forecast, held_out))
 
-    async def ask_all() -> list[bool]:
-        engine = TransformersEngine(model)
-        try:
-            return await asyncio.gather(*(converse(engine, harmony, record) for record in records))
-        finally:
-            await engine.close()
 
-    right = asyncio.run(ask_all())
-    return sum(right) / len(right)
+def write_lines(path: Path, records: Iterable[dict[str, Any]]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("folder", type=Path)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--evaluate", type=Path, metavar="RUN")
+    parser.add_argument("--weather", action="store_true", help="Write the chats about the weather.")
     arguments = parser.parse_args()
 
-    if arguments.evaluate is None:
-        write_files(arguments.folder, arguments.seed)
-        print(f"wrote {TRAINING} and {HELD_OUT} conversations to {arguments.folder}")
-        return
-    share = evaluate(arguments.folder, arguments.evaluate)
-    print(f"{share:.0%} of {HELD_OUT} held-out conversations are answered without a mistake")
+    write = write_weather if arguments.weather else write_files
+    write(arguments.folder, arguments.seed)
+    print(f"wrote {TRAINING} and {HELD_OUT} conversations to {arguments.folder}")
 
 
 if __name__ == "__main__":

@@ -85,6 +85,18 @@ def test_tool_chat_example_holds_out_questions(tmp_path: Path) -> None:
     assert not set(held_out) & set(questions_and_answers("train.jsonl"))
 
 
+def test_weather_chats_hold_out_questions(tmp_path: Path) -> None:
+    assert "4000 and 100 conversations" in run("chat_with_tools", str(tmp_path), "--weather")
+    asked: dict[str, set[str]] = {}
+    for name in ("train", "held_out"):
+        lines = (tmp_path / f"{name}.jsonl").read_text().splitlines()
+        chats = [json.loads(line)["messages"] for line in lines]
+        asked[name] = {messages[0]["content"] for messages in chats}
+        assert all(len(messages[1]["tool_calls"]) == 2 for messages in chats)
+    assert len(asked["held_out"]) == 100
+    assert not asked["held_out"] & asked["train"]
+
+
 def test_clerk_example_holds_out_questions_and_imports_no_loop(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

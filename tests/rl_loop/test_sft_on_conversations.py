@@ -22,8 +22,10 @@ from rl_loop.config.errors import ConfigError
 from rl_loop.config.load import load_config
 from rl_loop.config.run import SftConfig
 from rl_loop.conversations.errors import DataError
+from rl_loop.evaluation.chat_statistics import chat_figures, chat_statistics
 from rl_loop.lifecycle.start_checks import check_chat_format
-from rl_loop.run import RunInterrupted, run_sft
+from rl_loop.run import RunInterrupted, run_evaluation, run_sft
+from rl_loop.tracking.episode_reader import EpisodeReader
 from rl_loop.tracking.run_directory import read_json, read_json_lines
 from tests.support.forked_workers import local_ray
 from tests.support.metric_names import undocumented_metrics
@@ -117,6 +119,37 @@ def test_dense_model_learns_conversations_in_chatml(tmp_path: Path) -> None:
         [user("What is 3?")], tokenize=False, add_generation_prompt=True
     )
     assert shown == "<|im_start|>user\nWhat is 3?<|im_end|>\n<|im_start|>assistant\n"
+
+
+@pytest.mark.slow
+def test_validations_sample_held_out_conversations(tmp_path: Path) -> None:
+    """The trainer's weights, its engine, the curves, the summary and the recorded turns agree."""
+    path = write_chats(tmp_path, 40)
+    overrides = [
+        "data.validation_fraction=0.3",
+        "data.validate_every=4",
+        "data.sampled_conversations=3",
+        "rollout.max_sampled_tokens_per_turn=8",
+    ]
+    run = run_sft(config(path, *overrides), Quiet())
+    measured = losses(run, "validation/answer_accuracy")
+    assert measured == dict.fromkeys((0, 4, 6), 0.0)
+    perplexity = losses(run, "validation/perplexity")
+    assert perplexity[0] == pytest.approx(600, rel=0.5)
+    assert perplexity[6] < perplexity[0]
+    summary = read_json(run / "summary.json")
+    assert summary["perplexity"] == pytest.approx(perplexity[6])
+    low, high = summary["answer_accuracy_interval"]
+    assert low <= summary["answer_accuracy"] == 0 <= high
+
+    episodes = EpisodeReader(run / "episodes")
+    episodes.refresh()
+    turns = episodes.figures.to_pylist()
+    assert {turn["step"] for turn in turns} == {0, 4, 6}
+    assert {turn["split"] for turn in turns} == {"held_out"}
+    assert len(turns) == 3 * summary["evaluated_turns"]
+    # Every conversation has one or two turns.
+    assert 3 <= summary["evaluated_turns"] <= 6
 
 
 @pytest.mark.slow
@@ -225,7 +258,7 @@ def test_tiny_model_answers_held_out_conversations_with_tools(
 ) -> None:
     """docs/data.md publishes the shares of these runs."""
     monkeypatch.syspath_prepend(ROOT / "examples")
-    from chat_with_tools import evaluate, write_files
+    from chat_with_tools import write_files
 
     shares = []
     for seed in range(3):
@@ -239,10 +272,12 @@ def test_tiny_model_answers_held_out_conversations_with_tools(
             f"name=tiny_shop_{seed}",
             f"output_dir={tmp_path}",
         ]
-        run = run_sft(
-            load_config(ROOT / "configs/sft/tiny_shop.yaml", SftConfig, overrides), Quiet()
-        )
-        shares.append(evaluate(folder, run))
+        shop = load_config(ROOT / "configs/sft/tiny_shop.yaml", SftConfig, overrides)
+        run = run_sft(shop, Quiet())
+        records = run_evaluation(shop, run / "export", tmp_path / f"{seed}.jsonl")
+        assert len(records) == 400
+        shares.append(chat_statistics(records).correct.value)
+        assert read_json(run / "summary.json")["evaluation"] == chat_figures(records)
     assert min(shares) >= 0.9, shares
 
 

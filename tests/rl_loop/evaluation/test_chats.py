@@ -300,7 +300,7 @@ def test_eval_command_counts_a_wrong_argument(shop: list[str], tmp_path: Path) -
         ),
         (
             ["tiny_shop", "data.validation_path=null"],
-            "sampled_conversations (20) needs held-out conversations",
+            "sampled_conversations (100) needs held-out conversations",
         ),
     ],
 )
