@@ -33,7 +33,7 @@ from rl_loop.environments.base import RewardConfig, final, function_call, think
 from rl_loop.environments.registry import make_environment
 from rl_loop.evaluation.chat_statistics import chat_figures, chat_statistics, compare_chats
 from rl_loop.evaluation.chats import chat_records, score_conversations
-from rl_loop.evaluation.policy_evaluation import read_held_out_chats
+from rl_loop.evaluation.policy_evaluation import read_held_out_chats, run_of_weights
 from rl_loop.evaluation.statistics import estimate, normal_estimate
 from rl_loop.harmony.codec import Harmony
 from rl_loop.rollout.agent import run_episode
@@ -312,3 +312,16 @@ def test_eval_command_names_missing_conversations(
     result = CliRunner().invoke(app, ["eval", f"configs/sft/{name}.yaml", *overrides])
     assert result.exit_code == 1
     assert message in result.output
+
+
+def test_figures_belong_to_the_finished_run_of_the_weights(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    (run / "export").mkdir(parents=True)
+    (run / "config.yaml").write_text("name: run\n")
+    assert run_of_weights(run / "export") is None, "a summary would show the run as finished"
+    (run / "summary.json").write_text('{"steps": 1}\n')
+    for weights in (run, run / "export"):
+        found = run_of_weights(weights)
+        assert found is not None and found.path == run
+    assert run_of_weights(tmp_path / "elsewhere" / "model") is None
+    assert run_of_weights(None) is None
