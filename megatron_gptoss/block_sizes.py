@@ -10,6 +10,9 @@ CHUNK_TOKENS = 8192
 CHUNK_COLUMNS = 12_800
 """Columns in a block of logits."""
 
+PARTS_OF_STAGE = 4
+"""Micro-batches per pipeline stage whose most likely tokens are on the GPU at the same time."""
+
 # bf16 moments and the lower halves of master weights take 1.6 GB. That is large enough for
 # efficient copies over PCIe and smaller than the activations, whose memory it reuses.
 PART_ELEMENTS = 1 << 28

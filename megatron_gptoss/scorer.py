@@ -1,6 +1,7 @@
 """Forward passes over packed micro-batches with Megatron's pipeline schedules."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import batched
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import Tensor
 
+from megatron_gptoss.block_sizes import PARTS_OF_STAGE
 from megatron_gptoss.context_parallel.token_order import inverse_order
 from megatron_gptoss.layers.adapted_vocabulary import AdaptedHead
 from megatron_gptoss.likely_tokens import greedy_tokens, top_log_probs
@@ -82,7 +84,7 @@ class LogProbScorer:
 
         Returns:
             Ids [labels, k] int32 and log-probs [labels, k] fp32 of every micro-batch, most likely
-            first, on all ranks with the same micro-batches.
+            first, on the host of all ranks with the same micro-batches.
         """
 
         def head(hidden: Tensor, weight: Tensor, group: Any, batch: PackedBatch) -> Tensor:
@@ -90,8 +92,15 @@ class LogProbScorer:
             # A schedule returns one tensor. fp32 holds ids exactly, because they are below 2^24.
             return batch.at_labels(torch.stack([ids.float(), log_probs.float()], dim=1))
 
-        values = self._evaluate(batches, head)
-        return [(both[:, 0].int(), both[:, 1]) for both in values]
+        # A few micro-batches at a time, because the results of a whole step can fill a GPU. Enough
+        # to fill a pipeline, and a multiple of its size, which the interleaved schedule requires.
+        size = PARTS_OF_STAGE * parallel_state.get_pipeline_model_parallel_world_size()
+        tops = []
+        for part in batched(batches, size):
+            for both in self._evaluate(part, head):
+                both = both.cpu()
+                tops.append((both[:, 0].int(), both[:, 1]))
+        return tops
 
     @torch.no_grad()
     def _evaluate(self, batches: Sequence[PackedBatch], head: Head) -> list[Tensor]:

@@ -51,7 +51,7 @@ class SharedTokens:
 LossFunction = Callable[..., LossOutput]
 """Loss function of a policy: (log_probs [tokens], entropy [tokens], batch) -> LossOutput.
 
-For batches with ``teacher_top_ids``: (log_probs, entropy, log-probs of these ids [tokens, k], batch).
+For batches with ``teacher_top_ids``: (log_probs, entropy, batch, log-probs of these ids [tokens, k]).
 For a critic: (values [tokens], batch) -> LossOutput.
 """
 

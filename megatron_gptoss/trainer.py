@@ -165,7 +165,7 @@ class PolicyTrainer(LogProbScorer):
         # Megatron takes the second result for a number of tokens to divide by, which
         # _finalize_gradients prevents.
         def loss(values: Tensor, batch: PackedBatch) -> tuple[Tensor, Tensor, LossOutput]:
-            output = loss_function(*_loss_arguments(values, batch), batch)
+            output = loss_function(*_loss_arguments(values, batch))
             return output.loss, torch.ones((), dtype=torch.int), output
 
         return self._run_schedule(
@@ -176,7 +176,7 @@ class PolicyTrainer(LogProbScorer):
         )
 
     def _training_head(self, temperature: float) -> Head:
-        """Return the function that computes the first arguments of ``loss_function``.
+        """Return the function that computes the tensors for ``loss_function``.
 
         For a policy these are log-probs and entropy, stacked as [2, labels]. For batches with
         ``teacher_top_ids`` [labels, k] they are followed by the log-probs of these ids: [2 + k, labels].
@@ -322,11 +322,11 @@ class PolicyTrainer(LogProbScorer):
             statistics.mfu = statistics.tflops_per_gpu / matmul_ceiling()
 
 
-def _loss_arguments(values: Tensor, batch: PackedBatch) -> list[Tensor]:
-    """Split the output of a training head into the first arguments of a loss function."""
+def _loss_arguments(values: Tensor, batch: PackedBatch) -> list[Tensor | PackedBatch]:
+    """Split the output of a training head into the arguments of a loss function."""
     if batch.teacher_top_ids is None:
-        return list(values)
-    return [values[0], values[1], values[2:].t()]
+        return [*values, batch]
+    return [values[0], values[1], batch, values[2:].t()]
 
 
 def _check_trained(module: torch.nn.Module) -> None:

@@ -346,7 +346,7 @@ class RlLoop:
         with record.timed("estimate"):
             if self.algorithm.estimates:
                 samples = samples.with_columns(**self.trainer.compute_estimates(samples))
-            if self.algorithm.distillation is not None:
+            if self.algorithm.compares_sampled_tokens:
                 add_teacher_metrics(record.metrics, samples)
             # Without routes the trainer chooses the experts again, as it would without routing
             # replay.

@@ -3,7 +3,7 @@
 import math
 from statistics import NormalDist
 
-from megatron_gptoss.block_sizes import CHUNK_COLUMNS, CHUNK_TOKENS
+from megatron_gptoss.block_sizes import CHUNK_COLUMNS, CHUNK_TOKENS, PARTS_OF_STAGE
 from megatron_gptoss.config import AdapterConfig, ModelConfig, ParallelConfig
 from megatron_gptoss.planning.memory_inputs import MemoryInputs
 from megatron_gptoss.planning.parameter_counts import vocabulary_parameters
@@ -15,6 +15,12 @@ EXPERT_LOAD_DEVIATION = 0.27
 """Relative standard deviation of the tokens per expert, summed over all layers.
 
 It is for a router without load balancing.
+"""
+
+TEACHER_TOP_BYTES = 36
+"""Bytes per label and token of a teacher's top k in the backward pass of the log-probs.
+
+They are ids, log-probs and gradients.
 """
 
 
@@ -154,6 +160,7 @@ def temporary_memory(inputs: MemoryInputs, stage: int) -> float:
     weight_gradient = _output_weight_gradient(inputs)
     states = 2 * local_tokens + 4 * local_tokens * parallel.tensor
     head = max(8 * block, weight_gradient) + states * model.hidden_size
+    head += TEACHER_TOP_BYTES * inputs.teacher_top_k * inputs.tokens / parallel.context
     return max(head, layer)
 
 
@@ -171,11 +178,23 @@ def _output_weight_gradient(inputs: MemoryInputs) -> float:
 def scoring_memory(inputs: MemoryInputs, stage: int) -> float:
     """Return the bytes of a forward pass without a backward pass, for one micro-batch.
 
+    With a teacher, it is the larger pass of both models.
+
     Args:
         inputs: models, layout and batch.
         stage: index of the pipeline stage.
     """
-    model = inputs.model
+    scoring = _scoring_memory(inputs, inputs.model, stage)
+    if inputs.teacher is None:
+        return scoring
+    teachers = _scoring_memory(inputs, inputs.teacher, stage)
+    # Ids and log-probs of whole rows, in the parts of ``LogProbScorer.top_log_probs``.
+    results = PARTS_OF_STAGE * inputs.parallel.pipeline * inputs.tokens
+    return max(scoring, teachers + 8 * inputs.teacher_top_k * results)
+
+
+def _scoring_memory(inputs: MemoryInputs, model: ModelConfig, stage: int) -> float:
+    """Return the bytes of ``model``'s forward pass in ``scoring_memory``."""
     parallel = inputs.parallel
     hidden = model.hidden_size
     local_tokens = _local_tokens(inputs)

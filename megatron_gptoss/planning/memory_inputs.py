@@ -68,6 +68,8 @@ class MemoryInputs:
     """
     teacher: ModelConfig | None = None
     """Architecture of a frozen teacher with the layout of the policy; None if there is none."""
+    teacher_top_k: int = 0
+    """Tokens at every place of which a teacher gives the log-probs."""
     adapter: AdapterConfig | None = None
     """Adapters that all models train; None if all parameters are trained."""
     frozen: tuple[str, ...] = ()

@@ -204,6 +204,47 @@ class DistillationLoss(StrictModel):
     tokens of the assistant."""
 
 
+# ---- on-policy distillation
+
+
+class SampledTokenDistillation(StrictModel):
+    """Advantage of every sampled token: log pi_teacher - log pi of this token."""
+
+    type: Literal["sampled_token"] = "sampled_token"
+    """Name of the loss."""
+
+
+class DivergenceLoss(StrictModel):
+    """Divergence of the policy's and the teacher's distributions at every sampled token."""
+
+    top_k: int = Field(64, gt=0)
+    """Number of the teacher's most likely tokens that are compared one by one. All other tokens are
+    compared by their total probability. ``model.vocab_size`` compares the whole distributions."""
+
+
+class ReverseKlDistillation(DivergenceLoss):
+    """KL(policy || teacher), whose gradient sampled_token estimates (arXiv 2306.13649)."""
+
+    type: Literal["reverse_kl"] = "reverse_kl"
+    """Name of the loss."""
+
+
+class ForwardKlDistillation(DivergenceLoss):
+    """KL(teacher || policy), the divergence of ``gptoss sft`` (arXiv 1503.02531)."""
+
+    type: Literal["forward_kl"] = "forward_kl"
+    """Name of the loss."""
+
+
+class JsdDistillation(DivergenceLoss):
+    """Generalized Jensen-Shannon divergence (arXiv 2306.13649)."""
+
+    type: Literal["jsd"] = "jsd"
+    """Name of the loss."""
+    beta: float = Field(0.5, gt=0, lt=1)
+    """Share of the teacher in the mixture with which teacher and policy are compared."""
+
+
 # ---- the unions
 
 
@@ -233,6 +274,11 @@ def _advantage_tag(value: Any) -> str:
 
 def _supervised_tag(value: Any) -> str:
     return _choose_tag(value, ("cross_entropy", "distillation"), "cross_entropy")
+
+
+def _distillation_tag(value: Any) -> str:
+    names = ("sampled_token", "reverse_kl", "forward_kl", "jsd")
+    return _choose_tag(value, names, "sampled_token")
 
 
 # MODULE:FUNCTION is no literal by which pydantic could choose, so a function returns the tag.
@@ -269,5 +315,15 @@ AnySupervisedLoss = Annotated[
 ]
 """The type of ``loss`` in supervised fine-tuning."""
 
-CHOICES = ("algorithm.policy_loss", "algorithm.advantage", "loss")
+AnyDistillationLoss = Annotated[
+    Annotated[SampledTokenDistillation, Tag(f"{TAG}sampled_token")]
+    | Annotated[ReverseKlDistillation, Tag(f"{TAG}reverse_kl")]
+    | Annotated[ForwardKlDistillation, Tag(f"{TAG}forward_kl")]
+    | Annotated[JsdDistillation, Tag(f"{TAG}jsd")],
+    Discriminator(_distillation_tag),
+    BeforeValidator(as_section),
+]
+"""The type of ``algorithm.distillation.loss``."""
+
+CHOICES = ("algorithm.policy_loss", "algorithm.advantage", "algorithm.distillation.loss", "loss")
 """Configuration keys of sections with a type, which accept a plain NAME."""

@@ -12,11 +12,14 @@ from pydantic import Field, model_validator
 from megatron_gptoss.config import OptimizerConfig, StrictModel
 from rl_loop.algorithms.choices import (
     AnyAdvantage,
+    AnyDistillationLoss,
     AnyPolicyLoss,
     CustomAdvantage,
+    DivergenceLoss,
     GdpoAdvantage,
     GrpoAdvantage,
     PpoLoss,
+    SampledTokenDistillation,
 )
 
 Aggregation = Literal[
@@ -107,19 +110,26 @@ class KlConfig(StrictModel):
 
 
 class DistillationConfig(StrictModel):
-    """On-policy distillation: the policy samples, and a teacher scores every sampled token.
+    """On-policy distillation: a teacher scores every token that the policy samples.
 
-    The advantage of a token is increased by coefficient x (log pi_teacher - log pi), with the engine's
-    log-prob as log pi. Its mean is the negative reverse KL divergence KL(policy || teacher) (Agarwal et
-    al., arXiv 2306.13649; Thinking Machines, "On-Policy Distillation").
+    Sources: Agarwal et al., arXiv 2306.13649; Thinking Machines, "On-Policy Distillation".
     """
 
     teacher: Path
     """Hugging Face directory of the teacher, of any family, with the vocabulary of ``model``. Every
     trainer rank holds a part of it. The teacher chooses its own experts."""
+    loss: AnyDistillationLoss = SampledTokenDistillation()
+    """Comparison with the teacher. sampled_token: log pi_teacher - log pi of the sampled token, with
+    the engine's log-prob as log pi, is added to its advantage. reverse_kl, forward_kl, jsd: the
+    divergence of the distributions at every sampled token is added to the loss. A plain NAME is
+    short for ``{type: NAME}``."""
     coefficient: float = Field(1.0, gt=0)
-    """Factor of the difference of log-probs. It is added to the advantage of the reward, after
-    whitening."""
+    """Factor of the comparison. An advantage is added after whitening."""
+
+    @property
+    def divergence(self) -> DivergenceLoss | None:
+        """Value of ``loss``, if it compares distributions."""
+        return self.loss if isinstance(self.loss, DivergenceLoss) else None
 
 
 class CriticConfig(StrictModel):
@@ -176,7 +186,8 @@ class AlgorithmConfig(StrictModel):
     kl: KlConfig | None = None
     """KL penalty. null for no reference policy."""
     distillation: DistillationConfig | None = None
-    """Distance to a teacher as an additional advantage of every token. null for no teacher."""
+    """Distance to a teacher as an additional advantage or loss of every token. null for no
+    teacher."""
     entropy_bonus: float = Field(0.0, ge=0)
     """Coefficient of the entropy bonus in the loss."""
     correction: CorrectionConfig = CorrectionConfig()
@@ -215,11 +226,21 @@ class AlgorithmConfig(StrictModel):
     def estimates(self) -> tuple[str, ...]:
         """Columns that advantages and losses need from other models than the policy."""
         columns = {
-            "values": self.critic,
-            "reference_log_probs": self.kl,
-            "teacher_log_probs": self.distillation,
+            "values": self.critic is not None,
+            "reference_log_probs": self.kl is not None,
+            "teacher_log_probs": self.compares_sampled_tokens,
         }
-        return tuple(name for name, model in columns.items() if model is not None)
+        return tuple(name for name, is_needed in columns.items() if is_needed)
+
+    @property
+    def compares_sampled_tokens(self) -> bool:
+        """True if a teacher's log-probs of the sampled tokens are advantages."""
+        return self.distillation is not None and self.distillation.divergence is None
+
+    @property
+    def divergence(self) -> DivergenceLoss | None:
+        """Divergence from a teacher in the loss. None if there is none."""
+        return None if self.distillation is None else self.distillation.divergence
 
     @property
     def whitens_over(self) -> str | None:

@@ -18,7 +18,7 @@ from megatron_gptoss.packing import PackedBatch
 from megatron_gptoss.step_results import LossFunction, LossOutput
 from rl_loop.algorithms.config import AlgorithmConfig
 from rl_loop.algorithms.correction import Correction, mismatch_sums, rollout_correction
-from rl_loop.algorithms.distillation import forward_kl
+from rl_loop.algorithms.distillation import forward_kl, masked_divergence, teacher_divergence
 from rl_loop.algorithms.policy_loss import (
     LossInputs,
     PolicyLoss,
@@ -67,15 +67,12 @@ def distillation_objective(loss_tokens: int) -> LossFunction:
     def loss(
         log_probs: torch.Tensor,
         entropy: torch.Tensor,
-        of_teacher_ids: torch.Tensor,
         batch: PackedBatch,
+        of_teacher_ids: torch.Tensor,
     ) -> LossOutput:
         in_loss = batch.loss_mask
-        # Both inputs are masked, too. A mask of the result alone would not keep a NaN of another
-        # token out of the gradient.
-        teacher = _only(in_loss[:, None], batch.column("teacher_top_log_probs"))
-        kl = forward_kl(_only(in_loss[:, None], of_teacher_ids), teacher)
-        total = _only(in_loss, kl).sum()
+        teacher = batch.column("teacher_top_log_probs")
+        total = masked_divergence(forward_kl, of_teacher_ids, teacher, in_loss).sum()
         sums = {
             "loss": total,
             "tokens": in_loss.sum(),
@@ -114,7 +111,12 @@ def policy_objective(
     # Computed once from counts of all ranks, so that micro-batches need no communication.
     sample_weight = sample_weights(loss_tokens, config.aggregation, max_tokens, episodes)
 
-    def loss(log_probs: torch.Tensor, entropy: torch.Tensor, batch: PackedBatch) -> LossOutput:
+    def loss(
+        log_probs: torch.Tensor,
+        entropy: torch.Tensor,
+        batch: PackedBatch,
+        of_teacher_ids: torch.Tensor | None = None,
+    ) -> LossOutput:
         masks = token_masks(batch, config.max_staleness)
         sequences = _sequences(batch, len(loss_tokens), group)
         # The counts are on the CPU, and the tokens of a micro-batch are on the device of the rank.
@@ -131,6 +133,18 @@ def policy_objective(
             reference = _only(learns, batch.reference_log_probs)
             kl = kl_estimate(_only(learns, log_probs), reference, config.kl.estimator)
             terms = terms + config.kl.coefficient * kl
+        distillation: dict[str, torch.Tensor] = {}
+        if config.distillation is not None and config.divergence is not None:
+            assert of_teacher_ids is not None
+            # Spliced tokens have no divergence, as they have no advantage of the teacher.
+            distance, distillation = teacher_divergence(
+                config.divergence,
+                of_teacher_ids,
+                batch.column("teacher_top_log_probs"),
+                masks.comparable & learns,
+                masks.comparable,
+            )
+            terms = terms + config.distillation.coefficient * distance
         # The weights do not depend on ``learns``, because the denominators are fixed before
         # correction drops tokens.
         total = _only(learns, terms * weight).sum()
@@ -142,6 +156,7 @@ def policy_objective(
         )
         sums |= _policy_sums(config, log_probs, entropy, batch, masks, policy, learns)
         sums |= _correction_sums(config, correction, trainer_log_probs, batch, masks)
+        sums |= distillation
         if config.max_staleness > 0:
             sums |= _sums_by_staleness(trainer_log_probs, policy.ratio, batch, masks)
         sums["loss"] = total

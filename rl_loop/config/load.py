@@ -425,6 +425,9 @@ def _explain(error: Any, kind: type[StrictModel]) -> str:
     """Return the fault of a value, with the value unless it is a section."""
     if error["type"] == "extra_forbidden":
         return f"unknown key{similar_keys(_format_error_key(error), kind)}"
+    if error["type"] == "union_tag_invalid":
+        known = error["ctx"]["expected_tags"].replace(TAG, "").replace("'", "")
+        return f"unknown type {error['input'].get('type')!r}. Choose one of {known}"
     # pydantic adds this prefix to the message of a ValueError in a validator.
     message = error["msg"].removeprefix("Value error, ")
     if isinstance(error["input"], dict | list):

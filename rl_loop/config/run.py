@@ -61,6 +61,12 @@ class RlConfig(RunConfig):
         return None if distillation is None else distillation.teacher
 
     @property
+    def _teacher_top_k(self) -> int:
+        """Tokens of which a teacher gives the log-probs. 0 without a divergence in the loss."""
+        divergence = self.algorithm.divergence
+        return 0 if divergence is None else divergence.top_k
+
+    @property
     def memory_inputs(self) -> MemoryInputs:
         """Memory inputs with the additional models and the engine of reinforcement learning."""
         # One entry per additional model on the GPU: its optimizer, or None if it is frozen. With
@@ -80,7 +86,9 @@ class RlConfig(RunConfig):
             mini_batches=self.algorithm.mini_batches,
         )
         if self.teacher is not None:
-            inputs = replace(inputs, teacher=read_model(self.teacher))
+            inputs = replace(
+                inputs, teacher=read_model(self.teacher), teacher_top_k=self._teacher_top_k
+            )
         return inputs.with_sequences(self.rollout.tasks_per_step * self.rollout.samples_per_task)
 
     @model_validator(mode="after")
@@ -99,6 +107,7 @@ class RlConfig(RunConfig):
         self._check_algorithm_needs()
         self._check_external_agents()
         self._check_unmerged_experts()
+        _check_top_k("algorithm.distillation.loss", self._teacher_top_k, self.model.vocab_size)
         return self
 
     def _check_lengths(self) -> None:
@@ -288,8 +297,9 @@ class SftConfig(RunConfig):
         """Memory inputs with a teacher, for sequences of ``data``'s maximum length."""
         # ``super()`` assumes that a sample can fill a micro-batch.
         inputs = replace(super().memory_inputs, engine=self.engine_memory)
-        if self.teacher is not None:
-            inputs = replace(inputs, teacher=read_model(self.teacher))
+        if self.distillation is not None:
+            teacher = read_model(self.distillation.teacher)
+            inputs = replace(inputs, teacher=teacher, teacher_top_k=self.distillation.top_k)
         if self.data is None:
             return inputs
         # The last token of a sequence takes no position in a row.
@@ -303,12 +313,8 @@ class SftConfig(RunConfig):
 
     @model_validator(mode="after")
     def _check_distillation(self) -> Self:
-        distillation = self.distillation
-        if distillation is not None and distillation.top_k > self.model.vocab_size:
-            raise ValueError(
-                f"loss.top_k ({distillation.top_k}) exceeds model.vocab_size "
-                f"({self.model.vocab_size}). Lower it."
-            )
+        if self.distillation is not None:
+            _check_top_k("loss", self.distillation.top_k, self.model.vocab_size)
         return self
 
     @model_validator(mode="after")
@@ -344,6 +350,13 @@ class SftConfig(RunConfig):
                 "so the longest sample would not fit. Lower it."
             )
         return self
+
+
+def _check_top_k(section: str, top_k: int, vocab_size: int) -> None:
+    if top_k > vocab_size:
+        raise ValueError(
+            f"{section}.top_k ({top_k}) exceeds model.vocab_size ({vocab_size}). Lower it."
+        )
 
 
 def read_model(directory: Path) -> ModelConfig | None:

@@ -28,7 +28,8 @@ def assign_advantages(
 ) -> TrainingSamples:
     """Return the samples with advantages, and with returns if they have values.
 
-    With distillation, the teacher's advantages are added to those of the rewards.
+    The teacher's advantages (``algorithm.distillation.loss`` is "sampled_token") are added to those of
+    the rewards.
 
     Episodes are compared: an episode with several sequences counts once, and all its sequences have
     its advantage. A truncated episode that is masked counts, too, but has no token in the loss.
@@ -272,7 +273,7 @@ def _add_distillation(samples: TrainingSamples, config: AlgorithmConfig) -> Trai
     A token's own difference of log-probs is its credit: later tokens do not count, as with a discount
     of 0. Tokens older than ``max_staleness`` get none, because the losses leave them out.
     """
-    if config.distillation is None:
+    if config.distillation is None or not config.compares_sampled_tokens:
         return samples
     assert samples.advantages is not None
     compared = compared_with_teacher(samples)

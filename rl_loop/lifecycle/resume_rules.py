@@ -222,6 +222,9 @@ RULES: dict[str, ResumeRule] = {
     "algorithm.critic.warmup_steps": LEARNING,
     "algorithm.distillation": LEARNING,
     "algorithm.distillation.coefficient": LEARNING,
+    "algorithm.distillation.loss.beta": LEARNING,
+    "algorithm.distillation.loss.top_k": LEARNING,
+    "algorithm.distillation.loss.type": LEARNING,
     # Compared by content, not by path.
     "algorithm.distillation.teacher": FILES,
     # Every step reserves the numbers of all its rounds, so seeds and tasks would shift.

@@ -49,7 +49,7 @@ class MetricName:
     LOG_PROB_GAP = "mismatch/log_prob_gap_mean"
     # k3 estimate of KL(rollout || train), mean over sampled tokens, nats.
     KL = "mismatch/kl_k3"
-    # k1 estimate of KL(policy || teacher), mean over sampled tokens, nats.
+    # KL(policy || teacher) or its k1 estimate, mean over sampled tokens, nats.
     TEACHER_KL = "distillation/teacher_kl"
     # Share of sampled tokens whose ratio was clipped.
     CLIP_FRACTION = "clip_fraction"

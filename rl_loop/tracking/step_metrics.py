@@ -227,7 +227,7 @@ def _add_policy_update(metrics: StepMetrics, update: StepStatistics) -> None:
         if name == "mismatch/log_perplexity_gap_mean":
             metrics.add_mean(name, total, sums["sequences"], "sequences")
         # Spliced tokens are not compared, so the divisor is smaller.
-        elif name.startswith("mismatch/"):
+        elif name.startswith(("mismatch/", "distillation/")):
             metrics.add_mean(name, total, sums["comparable"], "tokens")
         elif name.startswith(PER_TOKEN):
             metrics.add_mean(name, total, sums["tokens"], "tokens")

@@ -201,19 +201,18 @@ class TrainerWorker:
         loss_tokens = int(mini_batch.loss_tokens.sum())
         loss = sft_objective(loss_tokens)
         if self.settings.distillation is not None:
-            self._add_teacher(batches, self.settings.distillation.top_k)
+            self._add_teacher_columns(batches, self.settings.distillation.top_k)
             loss = distillation_objective(loss_tokens)
         return self._update(self.trainer, batches, loss, step)
 
-    def _add_teacher(self, batches: Sequence[PackedBatch], k: int) -> None:
+    def _add_teacher_columns(self, batches: Sequence[PackedBatch], k: int) -> None:
         """Fill the columns of the teacher's k most likely tokens in the micro-batches."""
         assert self.teacher is not None
         with out_of_memory_explained(self.settings.memory_inputs):
-            tops = self.teacher.top_log_probs(batches, k)
+            tops = self.teacher.top_log_probs(batches, k, self.settings.training_temperature)
         for batch, (ids, log_probs) in zip(batches, tops, strict=True):
-            # On the host, like all columns, until their micro-batch is computed.
-            batch.teacher_top_ids = ids.cpu()
-            batch.teacher_top_log_probs = log_probs.cpu()
+            batch.teacher_top_ids = ids
+            batch.teacher_top_log_probs = log_probs
 
     def compute_estimates(self, inputs: RankInputs) -> dict[str, np.ndarray]:
         """Compute ``AlgorithmConfig.estimates`` of this rank's sequences, float32 [tokens] each."""
@@ -222,7 +221,7 @@ class TrainerWorker:
             columns["values"] = self._score_with(self.critic, inputs)
         if self.algorithm.kl:
             columns["reference_log_probs"] = self._reference_log_probs(inputs)
-        if self.algorithm.distillation:
+        if self.algorithm.compares_sampled_tokens:
             columns["teacher_log_probs"] = self.teacher_score(inputs)
         return columns
 
@@ -262,7 +261,10 @@ class TrainerWorker:
         updates = RlUpdates(skipped=self.algorithm.mini_batches - len(mini_batches))
 
         # Before the first update, so that all mini-batches are compared with the same weights.
-        self._add_old_log_probs([batch for _, batches in mini_batches for batch in batches])
+        all_batches = [batch for _, batches in mini_batches for batch in batches]
+        self._add_old_log_probs(all_batches)
+        if self.algorithm.divergence is not None and all_batches:
+            self._add_teacher_columns(all_batches, self.algorithm.divergence.top_k)
         # A critic without training would give the policy arbitrary advantages.
         critic_only_steps = self.algorithm.critic.warmup_steps if self.algorithm.critic else 0
         for mini_batch, batches in mini_batches:
@@ -314,8 +316,11 @@ class TrainerWorker:
         self, mini_batch: RankMiniBatch, batches: Sequence[PackedBatch], step: int
     ) -> StepStatistics:
         """Take an optimizer step of the critic."""
-        # The routes belong to the policy. The critic chooses its own experts.
-        batches = [replace(batch, routed_experts=None, recorded_routes=None) for batch in batches]
+        # The routes belong to the policy. The critic chooses its own experts, and has no teacher.
+        not_critics: dict[str, Any] = dict.fromkeys(
+            ("routed_experts", "recorded_routes", "teacher_top_ids", "teacher_top_log_probs")
+        )
+        batches = [replace(batch, **not_critics) for batch in batches]
         objective = value_objective(
             self.algorithm,
             torch.from_numpy(mini_batch.loss_tokens),

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +17,15 @@ from converters.hf_directory import write_hf_directory
 from converters.names import hf_shapes
 from converters.random_weights import random_hf_weights
 from megatron_gptoss.config import ModelConfig
+from megatron_gptoss.log_probs import log_probs_with_candidates
 from megatron_gptoss.planning.state_memory import weight_memory
 from megatron_gptoss.samples import TrainingSamples
-from rl_loop.algorithms.distillation import forward_kl
+from rl_loop.algorithms.distillation import (
+    Divergence,
+    forward_kl,
+    jensen_shannon,
+    reverse_kl,
+)
 from rl_loop.algorithms.objectives import distillation_objective
 from rl_loop.config.errors import ConfigError, StartError
 from rl_loop.config.load import load_config
@@ -45,29 +52,75 @@ def distributions() -> tuple[torch.Tensor, torch.Tensor]:
     )
 
 
-def lumped_kl(policy: torch.Tensor, teacher: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-    """Return the KL divergence over the ids and the event of all others, from its definition."""
+def lumped(logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    """Return the probabilities of the ids and of the event of all others, [tokens, k + 1]."""
+    p = logits.softmax(-1)
+    if ids.shape == p.shape:
+        # Without others, whose logarithm would be infinite.
+        return p.gather(-1, ids)
+    is_other = torch.ones_like(p).scatter_(-1, ids, 0.0)
+    return torch.cat([p.gather(-1, ids), (p * is_other).sum(-1, keepdim=True)], dim=-1)
 
-    def events(logits: torch.Tensor) -> torch.Tensor:
-        p = logits.softmax(-1)
-        is_other = torch.ones_like(p).scatter_(-1, ids, 0.0)
-        return torch.cat([p.gather(-1, ids), (p * is_other).sum(-1, keepdim=True)], dim=-1)
 
-    p, q = events(teacher), events(policy)
+def kl_by_definition(p: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
     return (torch.xlogy(p, p) - torch.xlogy(p, q)).sum(-1)
 
 
+def lumped_kl(policy: torch.Tensor, teacher: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    """Return the KL divergence over the ids and the event of all others, from its definition."""
+    return kl_by_definition(lumped(teacher, ids), lumped(policy, ids))
+
+
+def jsd_by_definition(p: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
+    m = 0.3 * p + 0.7 * q
+    return 0.3 * kl_by_definition(p, m) + 0.7 * kl_by_definition(q, m)
+
+
+DIVERGENCES: dict[str, tuple[Divergence, Callable[..., torch.Tensor]]] = {
+    "forward_kl": (forward_kl, kl_by_definition),
+    "reverse_kl": (reverse_kl, lambda p, q: kl_by_definition(q, p)),
+    "jsd": (partial(jensen_shannon, beta=0.3), jsd_by_definition),
+}
+"""Our function, and the formula of the probabilities of teacher and policy."""
+
+
 @pytest.mark.parametrize("k", [1, 5, 30])
-def test_forward_kl_and_its_gradient_equal_the_formula(k: int) -> None:
+@pytest.mark.parametrize("name", DIVERGENCES)
+def test_divergence_and_its_gradient_equal_the_formula(name: str, k: int) -> None:
+    function, formula = DIVERGENCES[name]
     policy, teacher = distributions()
     ids = teacher.topk(k, dim=-1).indices
     ours, theirs = policy.clone().requires_grad_(), policy.clone().requires_grad_()
-    got = forward_kl(ours.log_softmax(-1).gather(-1, ids), teacher.log_softmax(-1).gather(-1, ids))
-    want = lumped_kl(theirs, teacher, ids)
+    got = function(ours.log_softmax(-1).gather(-1, ids), teacher.log_softmax(-1).gather(-1, ids))
+    want = formula(lumped(teacher, ids), lumped(theirs, ids))
     torch.testing.assert_close(got, want)
     got.sum().backward()
     want.sum().backward()
     torch.testing.assert_close(ours.grad, theirs.grad)
+
+
+@pytest.mark.parametrize("k", [5, VOCAB])
+@pytest.mark.parametrize("name", DIVERGENCES)
+def test_fp32_gradient_of_the_model_equals_the_formula(name: str, k: int) -> None:
+    """From hidden states and output weight, through the blocks of logits, at a temperature."""
+    function, formula = DIVERGENCES[name]
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(TOKENS, 8, generator=generator)
+    weight = torch.randn(VOCAB, 8, generator=generator)
+    teacher = distributions()[1]
+    ids = teacher.topk(k, dim=-1).indices
+    leaves = [hidden.requires_grad_(), weight.requires_grad_()]
+    _, _, log_probs = log_probs_with_candidates(hidden, weight, ids[:, 0], ids, temperature=1.5)
+    got = function(log_probs, teacher.log_softmax(-1).gather(-1, ids).float()).mean()
+
+    exact = [leaf.detach().double().requires_grad_() for leaf in leaves]
+    policy = exact[0] @ exact[1].t() / 1.5
+    want = formula(lumped(teacher, ids), lumped(policy, ids)).mean()
+    torch.testing.assert_close(got.double(), want, rtol=0, atol=1e-5)
+    for ours, theirs in zip(
+        torch.autograd.grad(got, leaves), torch.autograd.grad(want, exact), strict=True
+    ):
+        torch.testing.assert_close(ours.double(), theirs, rtol=0, atol=1e-6)
 
 
 def test_forward_kl_over_the_vocabulary_is_exact_in_fp32() -> None:
@@ -99,7 +152,7 @@ def test_objective_ignores_tokens_outside_of_the_loss() -> None:
     leaf = log_probs.requires_grad_()
     labels = leaf.detach()[:, 0]
 
-    output = distillation_objective(20)(labels, labels, leaf, batch)
+    output = distillation_objective(20)(labels, labels, batch, leaf)
     want = forward_kl(leaf[batch.loss_mask], teacher[batch.loss_mask])
     torch.testing.assert_close(output.loss, want.sum() / 20)
     assert output.sums["tokens"] == batch.loss_mask.sum() < batch.tokens

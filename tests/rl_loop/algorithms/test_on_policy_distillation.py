@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +15,13 @@ from converters.hf_directory import write_hf_directory
 from converters.names import hf_shapes
 from converters.random_weights import random_hf_weights
 from megatron_gptoss.config import ModelConfig
+from megatron_gptoss.packing import PackedBatch
+from megatron_gptoss.planning.activation_memory import scoring_memory, temporary_memory
 from megatron_gptoss.planning.state_memory import weight_memory
 from megatron_gptoss.samples import TrainingSamples
 from rl_loop.algorithms.choices import NoAdvantage
 from rl_loop.algorithms.config import AlgorithmConfig, DistillationConfig
+from rl_loop.algorithms.distillation import forward_kl, jensen_shannon, reverse_kl
 from rl_loop.algorithms.objectives import policy_objective
 from rl_loop.config.errors import ConfigError, StartError
 from rl_loop.config.run import RlConfig
@@ -97,6 +101,66 @@ def test_spliced_and_old_tokens_get_no_advantage_of_the_teacher() -> None:
     assert metrics.values()["distillation/teacher_kl"] == pytest.approx((-1.5 + 0 + 1) / 3)
 
 
+def with_teacher_columns(samples: TrainingSamples, k: int = 3) -> tuple[PackedBatch, torch.Tensor]:
+    """Return a packed batch with k log-probs of a teacher, and those of the policy, [tokens, k]."""
+    rows = [{name: samples.rows(name)[i] for name in samples.columns} for i in range(len(samples))]
+    batch = build_sample_batch(rows)
+    generator = torch.Generator().manual_seed(0)
+    policy, teacher = (
+        torch.randn(batch.tokens, 9, generator=generator).log_softmax(-1)[:, :k] for _ in range(2)
+    )
+    batch.teacher_top_ids = torch.arange(k).expand(batch.tokens, k)
+    batch.teacher_top_log_probs = teacher
+    return batch, policy
+
+
+@pytest.mark.parametrize("kind", ["reverse_kl", "forward_kl", "jsd"])
+def test_divergence_is_in_the_loss_of_compared_tokens(kind: str) -> None:
+    """Spliced and old tokens have none, and their NaN reaches neither loss nor gradient."""
+    samples = scored_samples(
+        is_off_policy=[False, True, False, False, False, False, False],
+        staleness=np.array([0, 0, 0, 1, 0, 0, 2], dtype=np.int32),  # type: ignore[arg-type]
+        advantages=np.zeros(7, dtype=np.float32),  # type: ignore[arg-type]
+    )
+    batch, policy = with_teacher_columns(samples)
+    settings = AlgorithmConfig.model_validate(
+        {
+            "advantage": "none",
+            "distillation": {"teacher": TEACHER, "coefficient": COEFFICIENT, "loss": kind},
+            "max_staleness": 1,
+            "old_log_probs": "rollout",
+            "correction": {"weight": "none"},
+        }
+    )
+    batch.old_log_probs = batch.rollout_log_probs
+    # Labels of the packed row: the first sequence predicts its tokens 1 to 3, the second 1 and 2.
+    compared = torch.tensor([False, False, True, True, False])
+    policy[~compared] = torch.nan
+    teacher = batch.column("teacher_top_log_probs")
+    teacher[~compared] = torch.nan
+    leaf = policy.requires_grad_()
+    rollout = batch.column("rollout_log_probs")
+    loss_tokens = torch.from_numpy(samples.loss_tokens)
+    output = policy_objective(settings, loss_tokens, 10)(rollout, rollout, batch, leaf)
+    output.loss.backward()
+
+    assert settings.divergence is not None and not settings.estimates
+    function = {"reverse_kl": reverse_kl, "forward_kl": forward_kl}.get(
+        kind, partial(jensen_shannon, beta=0.5)
+    )
+    other = policy.detach().clone().requires_grad_()
+    # Token-mean: the denominator counts the four sampled tokens.
+    formula = COEFFICIENT * function(other[compared], teacher[compared]).sum() / 4
+    formula.backward()
+    torch.testing.assert_close(output.loss.float(), formula)
+    torch.testing.assert_close(leaf.grad[compared], other.grad[compared], rtol=0, atol=1e-6)
+    assert leaf.grad[compared].abs().min() > 1e-4
+    assert not leaf.grad[~compared].any()
+    kl = reverse_kl(policy[compared], teacher[compared]).sum()
+    torch.testing.assert_close(output.sums["distillation/teacher_kl"], kl.detach())
+    assert output.sums["comparable"] == 2
+
+
 def test_gradient_equals_that_of_the_formula() -> None:
     """The loss is -coefficient / N x the sum of (log pi_teacher - log pi) x log pi over N tokens."""
     samples = scored_samples()
@@ -139,6 +203,14 @@ def test_gradient_equals_that_of_the_formula() -> None:
             "dynamic_sampling_rounds (2) drops groups",
         ),
         (["algorithm.distillation={coefficient: 1.0}"], "teacher"),
+        (
+            ["algorithm=distillation", "algorithm.distillation.loss={type: jsd, top_k: 577}"],
+            "algorithm.distillation.loss.top_k (577) exceeds model.vocab_size (576)",
+        ),
+        (
+            ["algorithm=distillation", "algorithm.distillation.loss=kl"],
+            "unknown type 'kl'. Choose one of sampled_token, reverse_kl, forward_kl, jsd",
+        ),
     ],
 )
 def test_settings_without_effect_are_refused(
@@ -207,6 +279,23 @@ def test_policy_approaches_its_teacher_without_rewards(tmp_path: Path, teacher: 
     np.testing.assert_allclose(samples.rows("teacher_log_probs")[0][1:], expected, atol=1e-3)
 
 
+def test_reverse_kl_trains_the_policy_in_the_loop(tmp_path: Path, teacher: Path) -> None:
+    settings = distilling(
+        tmp_path,
+        teacher,
+        "training.steps=4",
+        "algorithm.distillation.loss={type: reverse_kl, top_k: 576}",
+        "algorithm.mini_batches=2",
+    )
+    with local_loop(settings) as loop:
+        loop.train()
+    steps = read_training_steps(settings.directory / "metrics.jsonl")
+    distances = [step["distillation/teacher_kl"] for step in steps]
+    assert distances[-1] < 0.9 * distances[0]
+    # The top k are the whole vocabulary.
+    assert steps[0]["distillation/teacher_mass"] == pytest.approx(1, abs=1e-5)
+
+
 def test_unsuitable_teacher_is_named_before_the_run(tmp_path: Path, teacher: Path) -> None:
     check_teacher(teacher, distilling(tmp_path, teacher))
     absent = tmp_path / "absent"
@@ -219,3 +308,18 @@ def test_plan_counts_the_teacher(tmp_path: Path, teacher: Path) -> None:
     without = config(tmp_path)
     added = weight_memory(settings.memory_inputs, 0) - weight_memory(without.memory_inputs, 0)
     assert added == pytest.approx(2 * settings.model.num_parameters, rel=1e-6)
+
+
+def test_plan_counts_the_teachers_most_likely_tokens(tmp_path: Path, teacher: Path) -> None:
+    """They matter next to blocks of logits only for large k."""
+    model = "model.vocab_size=20000"
+    inputs = [
+        distilling(tmp_path, teacher, model, f"algorithm.distillation.loss={loss}").memory_inputs
+        for loss in ("sampled_token", "{type: reverse_kl, top_k: 10000}")
+    ]
+    assert [each.teacher_top_k for each in inputs] == [0, 10_000]
+    tokens = inputs[0].tokens
+    updates = [temporary_memory(each, 0) for each in inputs]
+    assert updates[1] - updates[0] == 36 * 10_000 * tokens
+    scoring = [scoring_memory(each, 0) for each in inputs]
+    assert scoring[1] - scoring[0] == pytest.approx(4 * 8 * 10_000 * tokens, rel=1e-2)

@@ -55,6 +55,7 @@ SECTIONS = {
     "algorithm.advantage.gae_lambda": ["algorithm=ppo"],
     "algorithm.advantage.gamma": ["algorithm=ppo"],
     "algorithm.kl.": ["algorithm.kl={}"],
+    "algorithm.distillation.loss.": ["algorithm.distillation={teacher: teachers/first, loss: jsd}"],
     "algorithm.distillation.": ["algorithm.distillation={teacher: teachers/first}"],
     "adapter.": ["adapter={rank: 4}"],
     "loss.type": [],
@@ -87,6 +88,7 @@ VALUES: dict[str, list[str]] = {
     "algorithm.policy_loss.type": ["algorithm.policy_loss=cispo"],
     "algorithm.correction.bounds": ["algorithm.correction={weight: icepop, bounds: [0.3, 3.0]}"],
     "algorithm.critic": ["algorithm=ppo"],
+    "algorithm.distillation.loss.type": ["algorithm.distillation.loss=reverse_kl"],
     "algorithm.distillation": ["algorithm.distillation={teacher: teachers/first}"],
     "training.max_tokens_per_micro_batch": ["training.max_tokens_per_micro_batch=512"],
 }  # fmt: skip

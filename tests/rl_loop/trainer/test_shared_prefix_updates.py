@@ -51,6 +51,7 @@ FEATURES: dict[str, list[str]] = {
     "R3": ["algorithm.routing_replay=R3"],
     "KL": ["algorithm.kl={coefficient: 0.1}"],
     "critic": ["algorithm.critic={warmup_steps: 0}", "algorithm.advantage=gae"],
+    "distillation": ["algorithm.distillation={teacher: BASE/teacher, loss: reverse_kl}"],
     "recomputed": ["parallel.recompute=[core_attn, moe, layernorm]"],
     "mxfp4": ["quantization=mxfp4"],
     "adapter": [ADAPTER, "algorithm.kl={coefficient: 0.1}"],
@@ -61,6 +62,26 @@ FEATURES: dict[str, list[str]] = {
         "algorithm.advantage=gae",
     ],
 }
+
+
+@pytest.fixture(scope="module")
+def models(base: Path) -> Path:
+    """Return ``base`` with a teacher of other weights than the policy's."""
+    model = load_config(CONFIGS / "rl/tiny_retool.yaml", RlConfig, RL_SMALL).model
+    tensors = random_hf_weights(model, seed=3)
+    write_hf_directory(
+        base / "teacher", model, ((name, tensors(name)) for name in hf_shapes(model))
+    )
+    return base
+
+
+def features(base: Path, *names: str) -> list[str]:
+    """Return the overrides of a run from ``base`` with the features."""
+    options = [option for name in names for option in FEATURES[name]]
+    return [
+        f"initial_weights={base}/hf",
+        *(option.replace("BASE", str(base)) for option in options),
+    ]
 
 
 def rl_config(directory: Path, *overrides: str) -> RlConfig:
@@ -136,7 +157,7 @@ def compare(whole: RunConfig, shared: RunConfig) -> None:
     assert_equal(got["values"], want["values"])
 
 
-SLOW = ("gspo", "KL", "mxfp4", "critic", "adapter")
+SLOW = ("gspo", "KL", "mxfp4", "critic", "distillation", "adapter")
 """Features that another one in FEATURES has, too, and the loss of a sequence."""
 
 
@@ -144,8 +165,8 @@ SLOW = ("gspo", "KL", "mxfp4", "critic", "adapter")
     "feature",
     [pytest.param(name, marks=pytest.mark.slow if name in SLOW else ()) for name in FEATURES],
 )
-def test_updates_equal_those_of_whole_sequences(feature: str, base: Path, tmp_path: Path) -> None:
-    options = [f"initial_weights={base}/hf", *FEATURES[feature]]
+def test_updates_equal_those_of_whole_sequences(feature: str, models: Path, tmp_path: Path) -> None:
+    options = features(models, feature)
     whole = rl_config(tmp_path, *options)
     compare(whole, rl_config(tmp_path, "training.share_prefixes=all", *SHARED, *options))
 
@@ -166,14 +187,10 @@ def test_dense_models_share_prefixes(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("loss", ["cross_entropy", "distillation"])
-def test_supervised_updates_equal_whole_sequences(loss: str, base: Path, tmp_path: Path) -> None:
-    options = [*SMALL, f"output_dir={tmp_path}", f"initial_weights={base}/hf"]
+def test_supervised_updates_equal_whole_sequences(loss: str, models: Path, tmp_path: Path) -> None:
+    options = [*SMALL, f"output_dir={tmp_path}", f"initial_weights={models}/hf"]
     if loss == "distillation":
-        model = load_config(CONFIGS / "sft/tiny_retool.yaml", SftConfig, options).model
-        tensors = random_hf_weights(model, seed=3)
-        named = ((name, tensors(name)) for name in hf_shapes(model))
-        write_hf_directory(tmp_path / "teacher", model, named)
-        options.append(f"loss={{type: distillation, teacher: {tmp_path}/teacher}}")
+        options.append(f"loss={{type: distillation, teacher: {models}/teacher}}")
     whole, shared = (
         load_config(CONFIGS / "sft/tiny_retool.yaml", SftConfig, [*options, *sharing])
         for sharing in ([], ["training.share_prefixes=all", *SHARED])
@@ -188,15 +205,14 @@ def layout_config(layout: str, directory: Path) -> RlConfig:
     parallel = {"world_size": 2, **PAIRS[layout]}
     return rl_config(
         directory,
-        f"initial_weights={directory}/hf",
+        *features(directory, *LAID_OUT),
         "training.share_prefixes=all",
         *SHARED,
-        *FEATURES["R3"],
-        *FEATURES["critic"],
         *(f"parallel.{key}={value}" for key, value in parallel.items()),
     )
 
 
+LAID_OUT = ("R3", "critic", "distillation")
 PAIRS = {name: LAYOUTS[name] for name in ("data", "pipeline", "tensor+sequence", "context")}
 
 
@@ -215,15 +231,14 @@ def every_layout(rank: int, ports: list[int], directory: Path) -> dict[str, dict
 
 
 @pytest.fixture(scope="module")
-def two_ranks(base: Path) -> dict[str, dict[str, Any]]:
-    found = run_distributed(every_layout, 2, [free_port() for _ in PAIRS], base)
+def two_ranks(models: Path) -> dict[str, dict[str, Any]]:
+    found = run_distributed(every_layout, 2, [free_port() for _ in PAIRS], models)
     return found[0]
 
 
 @pytest.fixture(scope="module")
-def whole(base: Path) -> dict[str, Any]:
-    options = [f"initial_weights={base}/hf", *FEATURES["R3"], *FEATURES["critic"]]
-    config = rl_config(base, *options)
+def whole(models: Path) -> dict[str, Any]:
+    config = rl_config(models, *features(models, *LAID_OUT))
     values = compute_results(config, build_samples(config.model))["values"]
     return {k: v for k, v in values.items() if "Trainer/" not in k}
 
