@@ -1,5 +1,6 @@
 """Reads configurations: YAML files with overrides from the command line."""
 
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -281,6 +282,7 @@ def _insert_choices(tree: Any, changes: list[str]) -> list[str]:
     Returns:
         The overrides without those of a type. Overrides below a section are kept.
     """
+    changes = [part for change in changes for part in _split_at_choice(change)]
     for key in CHOICES:
         section = as_section(_plain(OmegaConf.select(tree, key)))
         is_chosen = section is not None
@@ -305,6 +307,22 @@ def _insert_choices(tree: Any, changes: list[str]) -> list[str]:
             # A merge would keep keys of the other type, which the new type rejects.
             OmegaConf.update(tree, key, section, merge=False, force_add=True)
     return changes
+
+
+def _split_at_choice(change: str) -> list[str]:
+    """Return an override, with one of CHOICES inside its mapping as a separate override."""
+    name = change.partition("=")[0]
+    key = next((key for key in CHOICES if key.startswith(f"{name}.")), None)
+    section = None if key is None else OmegaConf.select(OmegaConf.from_dotlist([change]), name)
+    if key is None or not OmegaConf.is_dict(section):
+        return [change]
+    *sections, last = key.removeprefix(f"{name}.").split(".")
+    parent = OmegaConf.select(section, ".".join(sections)) if sections else section
+    if not OmegaConf.is_dict(parent) or last not in parent:
+        return [change]
+    # JSON is YAML, too.
+    chosen = json.dumps(_plain(parent.pop(last)))
+    return [f"{name}={json.dumps(_plain(section))}", f"{key}={chosen}"]
 
 
 def _plain(value: Any) -> Any:

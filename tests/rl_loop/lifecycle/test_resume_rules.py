@@ -426,12 +426,18 @@ SLOW_SECTIONS = (
     "ablation.",
     "algorithm.correction.",
     "algorithm.critic.",
+    "algorithm.distillation.loss.",
     "algorithm.kl.",
     "optimizer.",
     "rollout.engine.",
     "sandbox.",
 )
-FAST_KEYS = ("algorithm.kl.coefficient", "optimizer.lr", "rollout.engine.type")
+FAST_KEYS = (
+    "algorithm.distillation.loss.type",
+    "algorithm.kl.coefficient",
+    "optimizer.lr",
+    "rollout.engine.type",
+)
 RL_CASES = [
     pytest.param(key, marks=pytest.mark.slow)
     if key.startswith(SLOW_SECTIONS) and key not in FAST_KEYS
