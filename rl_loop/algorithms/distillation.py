@@ -93,7 +93,7 @@ def reverse_kl(log_probs: torch.Tensor, teacher_log_probs: torch.Tensor) -> torc
 def jensen_shannon(
     log_probs: torch.Tensor, teacher_log_probs: torch.Tensor, beta: float
 ) -> torch.Tensor:
-    """Return the generalized Jensen-Shannon divergence of every token (arXiv 2306.13649, eq. 1).
+    """Return the generalized Jensen-Shannon divergence of every token (arXiv 2306.13649).
 
     With the teacher p, the policy q and m = beta p + (1 - beta) q:
 

@@ -244,6 +244,7 @@ def distilling(directory: Path, teacher: Path, *overrides: str) -> RlConfig:
         directory,
         "algorithm=distillation",
         f"algorithm.distillation.teacher={teacher}",
+        "algorithm.distillation.loss=sampled_token",
         "rollout.samples_per_task=1",
         "rollout.tasks_per_step=8",
         "optimizer={lr: 1.0e-2, warmup_steps: 0, schedule: constant}",
