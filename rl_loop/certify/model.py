@@ -118,7 +118,7 @@ def find_vocabulary(directory: Path, size: int) -> Vocabulary | None:
         return GptOssVocabulary()
     if not (directory / TOKENIZER_FILE).exists():
         return None
-    if not added_tokens(directory).issuperset(HarmonyTokenizer.required):
+    if not added_tokens(directory).issuperset(HarmonyTokenizer.required_tokens):
         return None
     return read_vocabulary(HarmonyTokenizer, directory, size)
 
