@@ -42,8 +42,13 @@ class MetricsTail:
             self._refresh()
 
     def newest(self) -> list[dict[str, Any]]:
-        """Return the last records without reading the whole file, which may take long."""
+        """Return the last records without reading the whole file, which may take long.
+
+        After ``refresh``, return all records that it has read.
+        """
         with self._lock:
+            if self.is_read:
+                return self.records
             try:
                 if not self._is_unchanged():
                     with open_own_file(self._path) as file:
