@@ -137,7 +137,7 @@ def _perplexity(conversations: Mapping[str, Records]) -> MeanEstimate | None:
         tokens.append(sum(turn["reference_tokens"] for turn in turns))
         losses.append(-sum(turn["reference_log_prob"] for turn in turns) / tokens[-1])
     loss = normal_estimate(losses, tokens)
-    return MeanEstimate(*(_exp(bound) for bound in (loss.value, loss.low, loss.high)), loss.tasks)
+    return MeanEstimate(_exp(loss.value), _exp(loss.low), _exp(loss.high), loss.tasks)
 
 
 def _exp(value: float) -> float:
