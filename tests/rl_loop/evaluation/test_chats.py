@@ -295,11 +295,11 @@ def test_eval_command_counts_a_wrong_argument(shop: list[str], tmp_path: Path) -
     [
         (["tiny_retool"], "trains on demonstrations"),
         (
-            ["tiny_shop", "data.validation_path=null", "data.sampled_conversations=0"],
+            ["tiny_shop", "data.validation_path=null"],
             "data: tiny_shop holds out no conversations",
         ),
         (
-            ["tiny_shop", "data.validation_path=null"],
+            ["tiny_shop", "data.validation_path=null", "data.sampled_conversations=100"],
             "sampled_conversations (100) needs held-out conversations",
         ),
     ],

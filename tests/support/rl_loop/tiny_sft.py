@@ -23,7 +23,6 @@ def config(path: Path, *overrides: str) -> SftConfig:
         *TINY,
         f"data.path={path}",
         "data.validation_path=null",
-        "data.sampled_conversations=0",
         f"output_dir={path.parent}",
     ]
     return load_config(ROOT / "configs/sft/tiny_shop.yaml", SftConfig, [*options, *overrides])
