@@ -313,11 +313,13 @@ def _split_at_choice(change: str) -> list[str]:
     """Return an override, with one of CHOICES inside its mapping as a separate override."""
     name = change.partition("=")[0]
     key = next((key for key in CHOICES if key.startswith(f"{name}.")), None)
-    section = None if key is None else OmegaConf.select(OmegaConf.from_dotlist([change]), name)
-    if key is None or not OmegaConf.is_dict(section):
+    if key is None:
+        return [change]
+    section: Any = OmegaConf.select(OmegaConf.from_dotlist([change]), name)
+    if not OmegaConf.is_dict(section):
         return [change]
     *sections, last = key.removeprefix(f"{name}.").split(".")
-    parent = OmegaConf.select(section, ".".join(sections)) if sections else section
+    parent: Any = OmegaConf.select(section, ".".join(sections)) if sections else section
     if not OmegaConf.is_dict(parent) or last not in parent:
         return [change]
     # JSON is YAML, too.
