@@ -31,7 +31,7 @@ class Output:
     output: str
     exit_code: int = 0
     error: str | None = None
-    ended: bool = False
+    interpreter_ended: bool = False
 
 
 def think(harmony: Harmony, thought: str, code: str) -> list[int]:
