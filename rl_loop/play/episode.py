@@ -25,6 +25,7 @@ from rl_loop.lifecycle.interrupt import run_until_interrupted
 from rl_loop.play.policies import Person, PlayError, Script, WrittenPolicy, WrittenTurns
 from rl_loop.rollout.agent import EpisodeRunner, RunnerFactory
 from rl_loop.rollout.episode import Episode
+from rl_loop.rollout.episode_clock import CallTime
 from rl_loop.rollout.worker import RolloutWorker
 from rl_loop.run import local_engine
 from rl_loop.run_parts import build_tasks
@@ -105,12 +106,18 @@ class ShownRunner(EpisodeRunner):
         if self._policy is not None:
             self._policy.begin(self.environment)
 
-    def append(self, role: str, ids: list[int], sampled: GenerateResult | None = None) -> None:
+    def append(
+        self,
+        role: str,
+        ids: list[int],
+        sampled: GenerateResult | None = None,
+        time: CallTime | None = None,
+    ) -> None:
         # Results of tools were shown before the policy answered them.
         if role in ("prompt", "assistant"):
             # Shown before they are appended, when the draft's length is still their position.
             self._view.show_tokens(role, len(self.draft), ids)
-        super().append(role, ids, sampled)
+        super().append(role, ids, sampled, time)
 
     async def take_step(self, sampled: GenerateResult, messages: list[ParsedMessage]) -> StepResult:
         result = await super().take_step(sampled, messages)
