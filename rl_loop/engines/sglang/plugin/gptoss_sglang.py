@@ -20,8 +20,8 @@
   silently.
 * ``ptxas_override``: compile Triton's kernels with a ptxas that does not reuse registers which the
   tensor cores have not read yet (``gptoss_ptxas``).
-* ``fused_routing``: route the tokens of a decoding step in one kernel instead of nine
-  (``gptoss_expert_routing``).
+* ``fused_routing``: route the tokens of a decoding step in one kernel instead of nine, and let
+  prefills of different lengths share compiled kernels (``gptoss_expert_routing``).
 * ``moe_occupancy``: run 2 to 4 programs of the expert GEMMs at a time on each multiprocessor of
   the GPU instead of one (``gptoss_moe_occupancy``).
 * ``small_batch_moe``: compute the expert GEMMs of a decoding step or a short prefill with a custom
@@ -214,7 +214,10 @@ def override_ptxas() -> None:
 
 
 def route_in_one_kernel() -> None:
-    """Let servers with MXFP4 experts route few tokens and sum over experts in custom kernels."""
+    """Let servers with MXFP4 experts route few tokens and sum over experts in custom kernels.
+
+    Prefills of different lengths then share compiled routing kernels.
+    """
     import gptoss_expert_routing
 
     gptoss_expert_routing.install()
