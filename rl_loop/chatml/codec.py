@@ -44,7 +44,7 @@ from rl_loop.chatml.pieces import (
 )
 from rl_loop.chatml.prompt_config import ChatMlConfig
 from rl_loop.chatml.sampled_turn import (
-    SampledTurn,
+    ParsedTurn,
     build_messages,
     environment_call,
     function_call,
@@ -276,7 +276,7 @@ class ChatMl:
             whole = text[: text.rfind(TOOL_CALL)] if messages.kind == "tool_call" else ""
             turn = parse_turn(whole.removesuffix("\n"))
             messages = []
-            if isinstance(turn, SampledTurn) and (turn.text or turn.calls):
+            if isinstance(turn, ParsedTurn) and (turn.text or turn.calls):
                 messages = build_messages(turn, "commentary", list(map(function_call, turn.calls)))
         return TruncatedTurn(messages, (self._end,))
 
@@ -329,7 +329,7 @@ class ChatMl:
         """Return 0, because ChatML has no thoughts."""
         return 0
 
-    def _read_turn(self, ids: Sequence[int]) -> SampledTurn | FormatError:
+    def _read_turn(self, ids: Sequence[int]) -> ParsedTurn | FormatError:
         markup = self.vocabulary.markup
         # Any other markup would begin another message, or is an id that the tokenizer does not
         # have.

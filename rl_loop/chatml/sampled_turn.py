@@ -14,7 +14,7 @@ from rl_loop.chatml.vocabulary import CALL_MARKUP, TOOL_CALL, TOOL_CALL_END
 
 @dataclass(frozen=True)
 class SampledCall:
-    """Sampled call."""
+    """Call in a sampled turn."""
 
     name: str
     arguments: Any
@@ -22,8 +22,8 @@ class SampledCall:
 
 
 @dataclass(frozen=True)
-class SampledTurn:
-    """Sampled turn."""
+class ParsedTurn:
+    """Text and calls of a sampled turn."""
 
     text: str
     """Text before the calls, or the whole turn if there are none."""
@@ -46,12 +46,12 @@ def _sampled_call(parts: Sequence[str]) -> SampledCall | None:
     return SampledCall(call["name"], call.get("arguments", {}))
 
 
-def parse_turn(said: str) -> SampledTurn | FormatError:
+def parse_turn(said: str) -> ParsedTurn | FormatError:
     """Parse the text of a turn, including the markup of its calls."""
     # The group of the pattern keeps the markup among the parts.
     text, *parts = CALL_MARKUP.split(said)
     if not parts:
-        return SampledTurn(text)
+        return ParsedTurn(text)
 
     # The parts are: begin, JSON, end, following text; begin again...
     calls: list[SampledCall] = []
@@ -62,11 +62,11 @@ def parse_turn(said: str) -> SampledTurn | FormatError:
         calls.append(call)
 
     # The line break before the first call belongs to the format.
-    return SampledTurn(text.removesuffix("\n"), calls)
+    return ParsedTurn(text.removesuffix("\n"), calls)
 
 
 def build_messages(
-    turn: SampledTurn, channel: str, calls: list[ParsedMessage]
+    turn: ParsedTurn, channel: str, calls: list[ParsedMessage]
 ) -> list[ParsedMessage]:
     """Return a turn's text and its ``calls``. Text before calls gets ``channel``."""
     # Without calls the text is the answer, even if it is empty.
