@@ -30,7 +30,7 @@ class SftTrainer(Protocol):
     def teacher_score(self, samples: TrainingSamples) -> np.ndarray | None: ...
 
 
-class TurnSampler(Protocol):
+class ValidationSampler(Protocol):
     """Samples turns of held-out conversations (``rl_loop.evaluation.chats``)."""
 
     def measure(self, record: StepRecord, version: int) -> Sequence[TrajectoryGroup]: ...
@@ -44,7 +44,7 @@ def train_supervised(
     *,
     steps: int,
     sequences_per_step: int,
-    chats: TurnSampler | None = None,
+    chats: ValidationSampler | None = None,
 ) -> int:
     """Run the remaining steps. Measure the validation loss regularly and at the end.
 
