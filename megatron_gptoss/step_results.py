@@ -38,14 +38,14 @@ class LoadRange:
 
 @dataclass(frozen=True)
 class SharedTokens:
-    """Tokens of an update whose sequences share prefixes."""
+    """Token counts of an update with shared prefixes."""
 
     tokens: int
-    """Number of inputs of whole sequences."""
+    """Tokens of all sequences. A shared prefix counts once per sequence."""
     computed: int
-    """Number of inputs that the ranks compute."""
+    """Tokens that the ranks compute. A shared prefix counts once."""
     route_conflicts: int
-    """Number of inputs that are computed again only because their routes differ."""
+    """Tokens that are computed again only because their routes differ."""
 
 
 LossFunction = Callable[..., LossOutput]

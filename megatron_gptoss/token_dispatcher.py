@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 class AlltoAllTokenDispatcher(MoEAlltoAllTokenDispatcher):
-    """Megatron's dispatcher without steps that change nothing if one rank has all experts.
+    """Megatron's dispatcher. If one rank has all experts, it skips steps that would only copy.
 
     Megatron sorts the rows by expert, sends them, sorts the received chunks by local expert, and
     reverses this after the experts. On a single rank the chunks are in order, but Megatron copies
@@ -49,8 +49,8 @@ class AlltoAllTokenDispatcher(MoEAlltoAllTokenDispatcher):
         """
         if self.exchanges_tokens:
             return super().dispatch_postprocess(tokens, probs)
-        # Megatron copies the number of rows to the CPU, and waits for the copy at one of the points
-        # that a dispatch passes.
+        # Megatron copies the number of rows to the CPU, and waits for it at one of three points,
+        # which depends on the configuration.
         counts = self.tokens_per_expert
         for point in ("before_ep_alltoall", "before_permutation_2", "before_finish"):
             counts = self._maybe_dtoh_and_synchronize(point, counts)

@@ -20,7 +20,7 @@ import torch
 
 from converters.hf_directory import HfDirectory
 from megatron_gptoss.named_random import named_generator
-from megatron_gptoss.untrusted_files import check_regular
+from megatron_gptoss.untrusted_files import UntrustedFileError, check_regular
 from rl_loop.chat.tokenizer_vocabulary import read_tokenizer
 from rl_loop.chatml.vocabulary import END_OF_TEXT, IM_END, IM_START
 from rl_loop.conversations.errors import ConversationError, DataError
@@ -78,10 +78,11 @@ def write_conversations(
         progress: function of (conversations in the file, conversations wanted).
 
     Returns:
-        Number of questions for which the model wrote only empty messages.
+        Number of questions without a line: the model wrote an empty message, or the call gave up
+        before it asked them.
 
     Raises:
-        DataError: if the file has other content, or a question is too long for the model.
+        DataError: if this command did not write the file, or a question is too long for the model.
         ConversionError, TokenizerError: if the model cannot be read.
     """
     written = read_written(target)
@@ -160,8 +161,7 @@ def read_written(path: Path) -> WrittenConversations:
     """Read a file that an earlier call has written; empty if there is none.
 
     Raises:
-        DataError: if the file has other content.
-        UntrustedFileError: if it is not a regular file.
+        DataError: if this command did not write the file, or it cannot be read.
     """
     questions: list[str] = []
     size = 0
@@ -177,7 +177,10 @@ def read_written(path: Path) -> WrittenConversations:
         return WrittenConversations([], 0)
     except OSError as error:
         raise DataError(f"{path}: cannot be read ({error.strerror})") from None
-    # A long line has the same remedy.
+    except UntrustedFileError as error:
+        raise DataError(str(error)) from None
+    # ``read_line`` raises a ValueError for a line that is too long, which this command did not
+    # write either.
     except ValueError as error:
         raise DataError(
             f"{path}, line {len(questions) + 1}: this command did not write the line ({error}). Name a "
@@ -243,14 +246,15 @@ class ChatMlModel:
             ConversionError, TokenizerError: if the model cannot be read.
             DataError: if it has no chat template of ChatML, or too few positions.
         """
-        # These two name a missing or unreadable file. transformers would search the hub for it.
+        # Read config and tokenizer first: their errors name a missing file, for which transformers
+        # would search the hub.
         self._max_length = HfDirectory(directory).config.max_length
         read_tokenizer(directory)
         from transformers import AutoModelForCausalLM, AutoTokenizer
         from transformers.utils.logging import disable_progress_bar
 
         disable_progress_bar()
-        # Padded on the left, because generate continues every row behind its last column.
+        # Padded on the left, because generate continues every row after its last column.
         self._tokenizer = AutoTokenizer.from_pretrained(directory, padding_side="left")
         added = self._tokenizer.get_added_vocab()
         self._added_ids = frozenset(added.values())

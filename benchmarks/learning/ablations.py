@@ -58,7 +58,7 @@ ENGINE_NOISE = ["ablation.engine_noise=0.03", "rollout.routed_experts=true"]
 VARIANTS: dict[str, list[str]] = {
     "all correct": [],
     "two passes, router noise": [*ROUTER_NOISE, *NO_CORRECTION, "algorithm.old_log_probs=forward"],
-    "substitution, router noise": [*ROUTER_NOISE, *NO_CORRECTION],
+    "one pass, router noise": [*ROUTER_NOISE, *NO_CORRECTION],
     "engine without sinks": [*NO_SINKS, *NO_CORRECTION],
     "engine without sinks, attention frozen": [
         *NO_SINKS,

@@ -86,7 +86,9 @@ def read_metadata(path: Path) -> dcp.Metadata:
         names = {place.relative_path for place in places}
     except Exception as error:
         # Unpickling a damaged file may raise any exception.
-        raise ValueError(f"{path}: damaged ({error}); the checkpoint cannot be read") from None
+        raise ValueError(
+            f"{path}: damaged or unsafe ({error}); the checkpoint cannot be read"
+        ) from None
 
     # key=str: the names of an untrusted file may have any type.
     for name in sorted(names, key=str):
@@ -144,9 +146,9 @@ def _load_bytes(self: Any, read_item: ReadItem, value: io.BytesIO) -> None:
         loaded = torch.load(value, weights_only=True)
     except pickle.UnpicklingError as error:
         # Do not show the rest of torch's message: it explains how to disable the protection.
-        named = re.search(r"GLOBAL [\w.]+", str(error))
-        what = f"it names {named.group()}" if named else "or is damaged"
-        raise ValueError(f"{name}: holds more than data ({what}), and was not loaded") from None
+        named = re.search(r"GLOBAL ([\w.]+)", str(error))
+        reason = f"it names {named.group(1)}" if named else "it is damaged or holds more than data"
+        raise ValueError(f"{name}: not loaded, because {reason}") from None
     if self.flatten_state_dict:
         set_element(self.original_state_dict, self.mappings[name], loaded)
     else:

@@ -51,8 +51,9 @@ COMMUNICATION_BYTES = 2.6e9
 Megatron has a communicator per group. Each allocates its buffers at its first use.
 """
 
-# Measured in the first weight sync of two and four ranks. At the start it is 0.3 GB, but
-# fragmentation of up to 0.9 GB makes up for the difference.
+# Measured in the first weight sync of two and four ranks. Buffers take only 0.3 GB in phase
+# ``start``. There the excess stands for fragmentation of up to 0.9 GB, which is not predicted
+# separately.
 FIRST_COMMUNICATION_BYTES = 0.9e9
 """Buffers of NCCL before the first forward pass."""
 

@@ -39,7 +39,8 @@ REFERENCE_TOLERANCE = 2e-4
 transformers computes norms and angles in fp32. Long sequences are not compared.
 """
 BYTES_PER_PARAMETER = 3 * 8
-"""Memory of this process: weights as stored, in fp64, and in the implementation's precision."""
+"""Upper bound of this process's memory: three copies of the weights (as stored, in fp64, in the
+implementation's precision) of at most 8 bytes each."""
 
 MakeImplementation = Callable[[Path, Precision], ModelImplementation]
 
@@ -96,9 +97,9 @@ def certify(
     needed = max(len(sequence.ids) for sequence in sequences.all)
     if needed > first.config.max_length:
         raise CertifyError(
-            f"{first.directory / 'config.json'}: a window of {first.config.sliding_window:,} tokens "
-            f"shows in sequences of {needed:,} tokens, but the model has {first.config.max_length:,} "
-            "positions. Certify a model with a smaller window"
+            f"{first.directory / 'config.json'}: the checks need sequences of {needed:,} tokens to test "
+            f"a window of {first.config.sliding_window:,}, but the model has "
+            f"{first.config.max_length:,} positions. Certify a model with a smaller window"
         )
     check_reference(first, sequences)
     with closing(open_implementation(options, first)) as implementation:
@@ -121,7 +122,7 @@ def run_checks(
     only: Sequence[str] = (),
     progress: Callable[[CheckResult], None] = lambda result: None,
 ) -> list[CheckResult]:
-    """Run checks independently. A check that the implementation does not support stops no other check."""
+    """Run every check, even if another one fails or is not supported."""
     results = []
     for name, check in CHECKS.items():
         # The first check always runs, because the others need the faults that it finds.

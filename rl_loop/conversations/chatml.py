@@ -43,11 +43,11 @@ SPELLED_CALL = re.compile(f"{re.escape(TOOL_CALL)}|{re.escape(TOOL_CALL_END)}")
 
 @dataclass(frozen=True)
 class ChatEntry:
-    """One message of ChatML, its index in the file and its part in the loss."""
+    """One message of ChatML, its index in its conversation and its part in the loss."""
 
     message: ChatMessage
     number: int
-    """Index of the message in the file, from 0."""
+    """Index of the message in its conversation, from 0."""
     in_loss: bool
     """True if the tokens are in the loss: messages of the assistant, unless their weight is 0."""
     is_truncated: bool
@@ -120,7 +120,7 @@ class ChatMlRenderer:
         """Check that parsing the rendered turn gives the calls of the message.
 
         Raises:
-            ConversationError: if it does not. The error has the number of the message in the file.
+            ConversationError: if it does not. The error has the index of the message in its conversation.
         """
         # Text without calls cannot be misread, because ``_check_text`` refuses the format's markup.
         if not entry.message.calls:

@@ -17,9 +17,9 @@ if TYPE_CHECKING:
 MAX_PIECE_CHARACTERS = 1024
 """Maximum characters per piece. Words, identifiers, hashes and lines of dashes are far shorter."""
 WINDOW = 2048
-"""Number of characters that are split and tokenized at a time, because a thread holds the
-interpreter lock for this long."""
-UNSURE_PIECES = 2
+"""Number of characters that are split and tokenized at a time. Small, because a thread holds the
+interpreter lock while it tokenizes a window."""
+UNSETTLED_PIECES = 2
 """Last pieces of a window that may change with the following text: "don" and "'" become
 "don't"."""
 
@@ -47,7 +47,7 @@ def encode_bounded(text: str, encode: Callable[[str], list[int]]) -> list[int]:
 def split_text(
     text: str, longest: int = MAX_PIECE_CHARACTERS, window: int = WINDOW
 ) -> Iterator[str]:
-    """Split ``text`` at boundaries of o200k's pieces, and pieces that are too long anywhere.
+    """Split ``text`` at boundaries of o200k's pieces. Pieces that are too long are cut anywhere.
 
     Args:
         text: text to split.
@@ -62,7 +62,7 @@ def split_text(
         pieces = [span for _, span in _splitter().pre_tokenize_str(visible)]
         if more_follows:
             # The next window includes them again.
-            pieces = pieces[:-UNSURE_PIECES]
+            pieces = pieces[:-UNSETTLED_PIECES]
 
         # Take all pieces before the first one that is too long.
         ends = []

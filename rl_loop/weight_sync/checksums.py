@@ -46,7 +46,7 @@ class WeightSample:
 
         Args:
             layout: layout of the servers.
-            versions: versions of the weights whose samples are joined.
+            versions: weight versions of this sync. The sample is the union of their samples.
         """
         self._layout = layout
         self._sources = layout.parameters(versions)
@@ -63,7 +63,7 @@ class WeightSample:
         """Yield the same tensors, and hash those of the sample.
 
         Args:
-            named_tensors: (Hugging Face name, tensor in the shape of this name).
+            named_tensors: (Hugging Face name, tensor in its Hugging Face shape).
         """
         # Hashed during the transfer, because a second pass would have to gather the weights again,
         # which costs more than hashing.

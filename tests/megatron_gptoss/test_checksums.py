@@ -279,9 +279,13 @@ def test_a_pickle_in_the_metadata_is_named_and_not_run(
     (path / "checksums.json").unlink()
 
     for load, target in ((load_checkpoint, policy), (load_model_weights, policy.module)):
-        with pytest.raises(CheckpointError, match=r"\.metadata: damaged \(it names pathlib\.Path"):
+        with pytest.raises(
+            CheckpointError, match=r"\.metadata: damaged or unsafe \(it names pathlib\.Path"
+        ):
             load(path, target)
-    with pytest.raises(ConversionError, match=r"\.metadata: damaged \(it names pathlib\.Path"):
+    with pytest.raises(
+        ConversionError, match=r"\.metadata: damaged or unsafe \(it names pathlib\.Path"
+    ):
         MegatronCheckpoint(path)
     assert not witness.exists()
     pickle.loads(pickle.dumps(metadata))
@@ -307,7 +311,7 @@ def test_a_pickle_in_an_object_of_the_data_is_not_run(
     (path / "checksums.json").unlink()
 
     with pytest.raises(
-        CheckpointError, match=r"common_state.*more than data \(it names GLOBAL getattr\)"
+        CheckpointError, match=r"common_state.*not loaded, because it names getattr"
     ):
         load_checkpoint(path, policy)
     assert not witness.exists()

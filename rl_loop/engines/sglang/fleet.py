@@ -63,7 +63,8 @@ def comparison_interval(num_layers: int) -> int:
     """Return the number of versions between two comparisons of checksums.
 
     A version selects a layer, and one of up to three parameters outside of the layers
-    (``server_layout``). Without a common divisor, all of them are compared in turn.
+    (``server_layout``). The interval has no common divisor with these numbers, so that each layer and
+    parameter is compared in turn.
 
     Example:
         >>> comparison_interval(24), comparison_interval(28)
@@ -77,7 +78,7 @@ def comparison_interval(num_layers: int) -> int:
 
 
 class SglangFleet:
-    """The weights of the ``servers`` of an SglangConfig.
+    """All SGLang servers of a run. Syncs, compares and pauses them.
 
     Methods block and must not overlap. Only ``recover_engines`` may overlap others: rollouts that
     overlap training call it in their thread.
@@ -113,7 +114,8 @@ class SglangFleet:
         Raises:
             SyncError: after ``MAX_SYNCS`` failed attempts.
             WeightMismatchError: a ValueError, if the weights do not belong to this model or a server
-                holds others.
+                holds different weights.
+            EngineUnavailableError: if a server's machine lacks a requirement.
         """
         # The canary's log-probs belong to the previous weights.
         self._current = CurrentWeights(source, version)
@@ -141,6 +143,7 @@ class SglangFleet:
 
         Raises:
             SyncError: if the sync fails and no other server is healthy.
+            EngineUnavailableError: if a server's machine lacks a requirement.
         """
         # Do not wait for the update: the trainer's next sync includes the restarted servers.
         if self._current is None or not self._updating.acquire(blocking=False):
@@ -167,9 +170,9 @@ class SglangFleet:
 
     @contextmanager
     def updating_weights(self, version: int) -> Iterator[None]:
-        """Block ``recover_engines`` while the trainer updates its weights.
+        """Let ``recover_engines`` do nothing while the trainer updates its weights.
 
-        Afterwards ``recover_engines`` sends weights ``version``.
+        If the block ends without an error, later calls send weights ``version``.
         """
         with self._updating:
             yield
@@ -261,7 +264,7 @@ class SglangFleet:
         self._current.source.send_weights(SglangSender(self._model, plans))
 
     def _stores(self, urls: Sequence[str]) -> Path | None:
-        """Return the directory of rendezvous files. None if trainer and servers need a port."""
+        """Return the directory of rendezvous files. None if they meet at a port instead."""
         is_here = all(urlsplit(url).hostname == LOOPBACK for url in urls)
         # Only the plugin opens a file. Without it, servers know ports only.
         return local_directory() if is_here and self._settings.has_plugin else None
@@ -285,7 +288,8 @@ class SglangFleet:
         """Compare the servers' weights with those of the last ``sync``.
 
         Raises:
-            WeightMismatchError: if a server holds other weights. The message names the first tensor.
+            WeightMismatchError: if a server holds different weights. The message names the first
+                tensor.
         """
         if self._current is not None:
             self._send(self.servers.synced(), compare=True, transport="none")
@@ -303,8 +307,10 @@ class SglangFleet:
             temperature: must be 1.
 
         Raises:
-            ServerError: if a server failed in each of ``MAX_SCORINGS`` attempts.
-            EngineUnavailableError: if no server lived long enough.
+            ServerError: if a server failed in the last of ``MAX_SCORINGS`` attempts.
+            EngineUnavailableError: if every server ended in the last attempt.
+            SyncError: if all servers had ended and the restarted ones could not be synced.
+            WeightMismatchError: if a restarted server holds different weights.
             ValueError: if ``temperature`` is not 1.
         """
 
@@ -334,7 +340,9 @@ class SglangFleet:
             for failure in failures:
                 logger.warning("an SGLang server failed to score a text; retrying: %s", failure)
             time.sleep(SCORING_PAUSE)
-        raise EngineUnavailableError("no SGLang server stayed alive while scoring a text")
+        raise EngineUnavailableError(
+            "every SGLang server ended while it scored a text. See the servers' logs in the run's directory"
+        )
 
     def _compare_with_canary(self, urls: tuple[str, ...]) -> None:
         canary = self._canary

@@ -20,7 +20,7 @@ PREFILL_GRAPH_REQUESTS = 64
 """Requests in a captured prefill. SGLang's default is 16, and it runs larger batches eagerly."""
 
 GATHERED_SHARE = 0.1
-"""Waiting requests, per running request, that end the gathering."""
+"""The gathering ends when waiting requests reach this fraction of the running requests."""
 GATHER_PASSES = 16
 """A request waits for at most this many decoding steps, less one.
 
