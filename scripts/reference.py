@@ -26,6 +26,8 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
+from megatron_gptoss.config import ModelConfig
+from megatron_gptoss.families.registry import FAMILIES
 from rl_loop.config.run import RlConfig, SftConfig
 from rl_loop.gateway.answer_fields import ANSWERS, AnswerFields
 from rl_loop.gateway.fields import (
@@ -193,7 +195,8 @@ def _models_in(annotation: Any) -> list[type[BaseModel]]:
     if isinstance(annotation, TypeAliasType):
         return _models_in(annotation.__value__)
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        return [annotation]
+        # A file has the keys of one family of models, not those of the common base.
+        return [*FAMILIES] if annotation is ModelConfig else [annotation]
     models = []
     for argument in get_args(annotation):
         models += _models_in(argument)
