@@ -348,7 +348,7 @@ def test_predicted_staleness_of_the_20b_equals_the_plan() -> None:
     (command,) = commands(text)
     loop, _, memory = prediction(command)
     for row in rows:
-        staleness = int(row["`max_staleness`"])
+        staleness = int(row["`algorithm.max_staleness`"])
         assert_shown(row["Step, s"], loop.step_seconds(staleness))
         assert_shown(row["tokens/s/GPU"], loop.tokens_per_second(staleness))
         assert_shown(row["Trainer idle"], loop.trainer_idle(staleness))

@@ -211,7 +211,7 @@ def test_an_episode_of_other_weights_is_not_one_of_its_step(
     rows = [row | {"newest_version": version} for version in (3, 3, 4)]
 
     class Reader:
-        figures = pa.Table.from_pylist(rows)
+        summary_table = pa.Table.from_pylist(rows)
 
         def refresh(self) -> None: ...
 

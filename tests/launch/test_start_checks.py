@@ -188,7 +188,7 @@ CASES: dict[str, tuple[list[str], dict[str, str], str]] = {
     "a directory to write in": (["sft", SFT, "output_dir=FILES/rows.jsonl"], {}, "Not a directory"),
     "a place for a directory": (["sft", SFT, "output_dir=/proc/none"], {}, "cannot create the run directory"),
     "a file of rl": (["rl", SFT], {}, "is a configuration of `gptoss sft` .*not of `gptoss rl`"),
-    "a file of rl to evaluate": (["eval", SFT], {}, "For `gptoss eval` name a configuration of configs/rl"),
+    "demonstrations to evaluate": (["eval", SFT], {}, "tiny_retool_sft trains on demonstrations"),
     "a file of sft": (["sft", RL], {}, "is a configuration of `gptoss rl` .*not of `gptoss sft`"),
     "one way to begin": (["sft", SFT, "--resume", "--overwrite"], {}, "exclude each other"),
     "a run": (["sft", SFT, "--resume"], {}, "there is no run to resume"),

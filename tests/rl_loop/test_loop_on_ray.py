@@ -175,7 +175,7 @@ def test_terminal_files_and_pages_have_equal_step_numbers(
     trained, evaluated = [1, 2, 3], [0, 2, 3]
     lines = re.findall(r"^step (\d+)/3  (.*)", terminal.getvalue(), re.MULTILINE)
     assert [int(step) for step, text in lines if text.startswith("reward")] == trained
-    assert [int(step) for step, text in lines if text.startswith("held out")] == evaluated
+    assert [int(step) for step, text in lines if text.startswith("held-out accuracy")] == evaluated
 
     records = read_json_lines(run / "metrics.jsonl")
     assert undocumented_metrics(set().union(*records)) == []

@@ -92,15 +92,18 @@ def test_run_leaves_no_process_thread_or_signal_handler(
 
 PRODUCT = ("kernels/gptoss_kernels", "megatron_gptoss", "converters", "rl_loop", "launch")
 MODULES_THAT_KNOW_A_WHOLE_CONFIGURATION = {
+    "launch/cli/training.py",
     "launch/config_list.py",
     "launch/plan.py",
     "launch/rollout_plan.py",
     "launch/submit.py",
     "rl_loop/config/load.py",
     "rl_loop/config/served.py",
+    "rl_loop/evaluation/policy_evaluation.py",
     "rl_loop/lifecycle/disk_checks.py",
     "rl_loop/lifecycle/resume.py",
     "rl_loop/lifecycle/start_checks.py",
+    "rl_loop/lifecycle/weight_checks.py",
     "rl_loop/loop.py",
     "rl_loop/play/episode.py",
     "rl_loop/run.py",

@@ -144,7 +144,7 @@ def test_validations_sample_held_out_conversations(tmp_path: Path) -> None:
 
     episodes = EpisodeReader(run / "episodes")
     episodes.refresh()
-    turns = episodes.figures.to_pylist()
+    turns = episodes.summary_table.to_pylist()
     assert {turn["step"] for turn in turns} == {0, 4, 6}
     assert {turn["split"] for turn in turns} == {"held_out"}
     assert len(turns) == 3 * summary["evaluated_turns"]

@@ -59,7 +59,10 @@ def test_conversations_of_sft_have_no_reward(tmp_path: Path) -> None:
     with EpisodeRecorder(tmp_path, VOCABULARY, 2) as recorder:
         recorder.record_conversations(5, samples)
     reader = open_reader(tmp_path)
-    assert reader.figures.column("task_id").to_pylist() == [samples.names[0], samples.names[2]]
+    assert reader.summary_table.column("task_id").to_pylist() == [
+        samples.names[0],
+        samples.names[2],
+    ]
     episode = reader.read(1)
     assert episode is not None
     assert (episode["step"], episode["reward"], episode["advantage"]) == (5, None, None)
@@ -72,7 +75,8 @@ def test_conversations_of_sft_have_no_reward(tmp_path: Path) -> None:
         ("assistant", "<|channel"),
     ]
     assert (
-        reader.search("the answer is", 10).ids.tolist() == reader.figures.column("id").to_pylist()
+        reader.search("the answer is", 10).ids.tolist()
+        == reader.summary_table.column("id").to_pylist()
     )
 
 
