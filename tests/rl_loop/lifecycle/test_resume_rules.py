@@ -45,7 +45,7 @@ RL_KEYS = dict(list_keys(RlConfig))
 SFT_KEYS = dict(list_keys(SftConfig))
 
 SECTIONS = {
-    "data.sampled_conversations": ["data.validation_fraction=0.5"],
+    "data.sampled_conversations": ["data.validation_fraction=1e-6"],
     "rollout.engine.max_batch_size": [],
     "rollout.engine.type": [],
     "rollout.engine.deterministic": [],
