@@ -106,7 +106,7 @@ class ChatValidation:
     sequences_at_a_time: int
     """Maximum number of sequences in a forward pass."""
     is_quantized: bool
-    """Whether the run has quantized experts to compare."""
+    """If True, the run has quantized experts to compare."""
     figures: dict[str, Any] = field(default_factory=dict)
     """Figures of the last measurement for the run's summary."""
 

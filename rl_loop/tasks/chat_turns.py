@@ -84,35 +84,48 @@ def held_out_chats(
     unread = 0
     for source, samples in validation.items():
         prefix = f"{source}: " if len(validation) > 1 else ""
+        # Number of turns of each conversation so far. A conversation can have several samples.
         numbers = dict.fromkeys(list(dict.fromkeys(samples.names))[:conversations], 0)
         rows = zip(samples.names, samples.rows("token_ids"), samples.rows("loss_mask"), strict=True)
         for name, ids, mask in rows:
             if name not in numbers:
                 continue
-            shared = ids.tolist()
+
+            token_ids = ids.tolist()
             for start, end in _runs(mask):
-                reference = _read_reference(shared, start, end, codec)
+                reference = _read_reference(token_ids, start, end, codec)
                 if reference is None:
                     unread += 1
                     continue
+
                 numbers[name] += 1
-                kind = CALLS if reference.calls else ANSWERS
-                task = Task(
-                    f"{name}, turn {numbers[name]}",
-                    [],
-                    str(reference),
-                    ENVIRONMENT,
-                    {
-                        "category": prefix + kind,
-                        "token_ids": shared,
-                        "prompt_tokens": start,
-                        "reference": reference.to_json(),
-                    },
-                )
+                task_name = f"{name}, turn {numbers[name]}"
+                task = _task(task_name, prefix, token_ids, start, reference)
                 turns.append(ChatTurn(task, name, len(used), start, end))
+
             used.append({"token_ids": ids, "loss_mask": mask})
             names.append(name)
     return HeldOutChats(turns, TrainingSamples.join(used, names), unread)
+
+
+def _task(name: str, prefix: str, token_ids: list[int], start: int, reference: TurnContent) -> Task:
+    """Return the task of one turn.
+
+    Args:
+        name: name of the task.
+        prefix: beginning of the task's category.
+        token_ids: tokens of the whole sample. The tasks of a sample share them.
+        start: first token of the turn.
+        reference: content of the turn.
+    """
+    kind = CALLS if reference.calls else ANSWERS
+    metadata = {
+        "category": prefix + kind,
+        "token_ids": token_ids,
+        "prompt_tokens": start,
+        "reference": reference.to_json(),
+    }
+    return Task(name, [], str(reference), ENVIRONMENT, metadata)
 
 
 def _read_reference(ids: list[int], start: int, end: int, codec: ChatCodec) -> TurnContent | None:

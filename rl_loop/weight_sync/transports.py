@@ -317,6 +317,8 @@ class _SharedTensor:
     """Location of torch's count of the memory's users: name of a file of counts, and an index."""
 
     def __reduce__(self) -> tuple[Any, ...]:
+        if not self.tensor.is_cuda:
+            _move_to_shared_memory(self.tensor)
         rebuild, arguments = reductions.reduce_tensor(self.tensor)
         if self.tensor.is_cuda:
             # Argument 6 of rebuild_cuda_tensor is the device's number. SGLang also accepts a UUID
@@ -337,6 +339,28 @@ class _SharedTensor:
             return
         # torch has no public function for this.
         torch.UntypedStorage._release_ipc_counter(*self.counter_location, device=self.tensor.device)
+
+
+SHARING_ATTEMPTS = 5
+"""Attempts to move a tensor into shared memory."""
+
+
+def _move_to_shared_memory(tensor: torch.Tensor) -> None:
+    """Move a host tensor into shared memory, in place.
+
+    torch registers the memory at its manager process and waits one second for the answer
+    (lib/libshm/socket.h). On a busy machine the manager can take longer.
+
+    Raises:
+        RuntimeError: shared memory is full, or the manager did not answer SHARING_ATTEMPTS times.
+    """
+    for attempt in range(1, SHARING_ATTEMPTS + 1):
+        try:
+            tensor.share_memory_()
+            return
+        except RuntimeError as error:
+            if "timed out" not in str(error) or attempt == SHARING_ATTEMPTS:
+                raise
 
 
 COUNTER_HEADER_BYTES = 64

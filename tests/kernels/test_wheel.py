@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.processor_speed import slowness
 from tests.support.wheels import (
     KERNELS,
     ROOT,
@@ -62,7 +63,7 @@ def test_kernels_work_with_torch_alone(kernels: tuple[Path, Path]) -> None:
     assert file == str(installed / "gptoss_kernels/__init__.py")
     assert correct == "True True"
     # Processor time, because other tests run at the same time.
-    assert float(seconds) < IMPORT_SECONDS
+    assert float(seconds) < IMPORT_SECONDS * slowness()
 
 
 def test_wheel_has_every_source_file(kernels: tuple[Path, Path]) -> None:

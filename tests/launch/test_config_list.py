@@ -20,6 +20,7 @@ from launch.config_list import listed_configs
 from megatron_gptoss.planning.memory import worst_estimate
 from rl_loop.config.load import load_rl_config
 from rl_loop.config.shipped import shipped_files
+from tests.support.processor_speed import slowness
 from tests.support.waiting import PATIENCE_SECONDS
 
 ROOT = Path(__file__).parents[2]
@@ -161,4 +162,5 @@ def test_list_takes_seconds_and_does_not_import_torch() -> None:
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1] == "False"
     user = after.children_user - before.children_user
-    assert user + after.children_system - before.children_system < 4
+    system = after.children_system - before.children_system
+    assert user + system < 4 * slowness()

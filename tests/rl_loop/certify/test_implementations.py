@@ -220,7 +220,9 @@ def test_chatml_tokenizer_has_no_vocabulary_of_harmony(tmp_path: Path) -> None:
 
 def test_window_that_no_text_shows_is_named(tmp_path: Path) -> None:
     weights = upcycled(tmp_path, UpcycleOptions(sliding_window=LLAMA.max_length))
-    with pytest.raises(CertifyError, match=r"config\.json: a window of .* Certify a model with"):
+    with pytest.raises(
+        CertifyError, match=r"config\.json: .* to test a window of 512, .* Certify a model with"
+    ):
         certify(CertifyOptions("trainer", weights))
 
 

@@ -25,7 +25,7 @@ from megatron_gptoss.families.gpt_oss.config import GptOssModelConfig
 from rl_loop.engines.sglang.weight_endpoints import send_weights
 from rl_loop.weight_sync.servers import SyncPlan
 from rl_loop.weight_sync.source import SyncError
-from rl_loop.weight_sync.transports import _SharedTensor, users_of_memory
+from rl_loop.weight_sync.transports import SHARING_ATTEMPTS, _SharedTensor, users_of_memory
 from tests.support.rl_loop.sglang_protocol import LocalServer
 
 MODEL = GptOssModelConfig(
@@ -136,6 +136,28 @@ def test_each_rank_of_each_server_is_counted_once_and_released(
 
 def test_overwriting_by_later_ranks_does_not_change_the_weights() -> None:
     asyncio.run(sync([Server(), Server()], ranks=2, transport="shared_memory"))
+
+
+@pytest.mark.parametrize("timeouts", [2, SHARING_ATTEMPTS])
+def test_timeouts_of_torchs_manager_are_retried(
+    timeouts: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    share = torch.UntypedStorage._share_filename_cpu_
+    calls = itertools.count()
+
+    def time_out_first(storage: torch.UntypedStorage) -> Any:
+        if next(calls) < timeouts:
+            raise RuntimeError("Shared memory manager connection has timed out")
+        return share(storage)
+
+    monkeypatch.setattr(torch.UntypedStorage, "_share_filename_cpu_", time_out_first)
+    transfer = sync([Server()], ranks=1, transport="shared_memory")
+    if timeouts < SHARING_ATTEMPTS:
+        asyncio.run(transfer)
+    else:
+        with pytest.raises(RuntimeError, match="timed out"):
+            asyncio.run(transfer)
+        assert next(calls) == SHARING_ATTEMPTS
 
 
 @pytest.mark.parametrize("refuses", ["unopened", "opened"])
