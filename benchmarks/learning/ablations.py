@@ -20,6 +20,8 @@ trained first if it does not exist:
 
     python -m benchmarks.learning ablations runs/shaped --shaped --jobs 4 \
         --out runs/ablations_shaped
+
+``--start-steps N`` sets the SFT steps of this start.
 """
 
 from __future__ import annotations
@@ -116,6 +118,12 @@ def main() -> None:
         help="a model of GPT-OSS's shape, on a GPU",
     )
     parser.add_argument(
+        "--start-steps",
+        type=int,
+        metavar="N",
+        help="SFT steps of the start of --shaped; those of the configuration by default",
+    )
+    parser.add_argument(
         "--only",
         default="",
         metavar="WORDS",
@@ -134,7 +142,8 @@ def main() -> None:
 
     torch.set_num_threads(1)
     if options.shaped and not (options.start / "config.json").exists():
-        supervised_start(options.start, options.overrides)
+        steps = [f"training.steps={options.start_steps}"] if options.start_steps else []
+        supervised_start(options.start, [*options.overrides, *steps])
 
     curves = run_all(options)
     draw(curves, options.out / "ablations.png")
