@@ -26,6 +26,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
+from launch.cluster import ClusterConfig
 from megatron_gptoss.config import ModelConfig
 from megatron_gptoss.families.registry import FAMILIES
 from rl_loop.config.run import RlConfig, SftConfig
@@ -130,6 +131,14 @@ class Section:
     model: type[BaseModel]
 
 
+FILES: dict[str, type[BaseModel]] = {
+    "gptoss rl": RlConfig,
+    "gptoss sft": SftConfig,
+    "gptoss launch": ClusterConfig,
+}
+"""Settings of the kinds of files, by the command that reads them."""
+
+
 def configuration_page() -> str:
     """Return the page with every configuration key, by section, with type, default and meaning."""
     lines = [
@@ -137,7 +146,8 @@ def configuration_page() -> str:
         "# Configuration reference",
         "",
         "All keys that a YAML file or the command line (`optimizer.lr=1e-6`) can set. Other keys are rejected.",
-        "`gptoss config CONFIG` prints all values of a configuration and their sources.",
+        "`gptoss config CONFIG` prints all values of a configuration and their sources. Keys of a cluster file are set",
+        "in that file only.",
         "",
     ]
     sections = list(_all_sections())
@@ -170,9 +180,9 @@ def _split_description(text: str) -> tuple[str, str]:
 
 
 def _all_sections() -> Iterator[Section]:
-    """Yield the sections of both kinds of files. Each class appears once."""
+    """Yield the sections of all kinds of files. Each class appears once."""
     seen: set[type[BaseModel]] = set()
-    waiting = [Section("gptoss rl", RlConfig), Section("gptoss sft", SftConfig)]
+    waiting = [Section(key, model) for key, model in FILES.items()]
     while waiting:
         section = waiting.pop(0)
         if section.model in seen:
@@ -180,7 +190,7 @@ def _all_sections() -> Iterator[Section]:
         seen.add(section.model)
         yield section
 
-        is_top_level = section.key.startswith("gptoss ")
+        is_top_level = section.key in FILES
         inner = []
         for name, field in section.model.model_fields.items():
             key = name if is_top_level else f"{section.key}.{name}"
@@ -204,7 +214,9 @@ def _models_in(annotation: Any) -> list[type[BaseModel]]:
 
 
 def _title(section: Section) -> str:
-    if section.key.startswith("gptoss "):
+    if section.key == "gptoss launch":
+        return "Cluster file of gptoss launch"
+    if section.key in FILES:
         return f"Top level of {section.key}"
     return f"{section.key}: {section.model.__name__}"
 
