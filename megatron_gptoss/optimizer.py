@@ -1,7 +1,8 @@
 """Set-up of Megatron's data-parallel wrapper and optimizer."""
 
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Self
 
 import torch
 from megatron.core import parallel_state
@@ -21,6 +22,49 @@ from megatron_gptoss.gpu_memory import release_cached_memory
 from megatron_gptoss.planning.state_memory import bucket_parameters
 
 _megatron_applier = clip_grads.multi_tensor_applier
+
+
+@dataclass(frozen=True)
+class AdamSettings:
+    """Settings of one optimizer step, as in ``OptimizerConfig``."""
+
+    learning_rate: float
+    """Learning rate."""
+    beta1: float
+    """Decay rate of the first moment."""
+    beta2: float
+    """Decay rate of the second moment."""
+    eps: float
+    """Constant added to the root of the second moment."""
+    weight_decay: float
+    """Decoupled weight decay of matrices."""
+    clip_grad: float
+    """Maximum global gradient norm. Infinity to clip nothing."""
+
+    @classmethod
+    def of(cls, config: OptimizerConfig, learning_rate: float) -> Self:
+        """Return the settings of a configuration with the learning rate of a step."""
+        return cls(
+            learning_rate=learning_rate,
+            beta1=config.beta1,
+            beta2=config.beta2,
+            eps=config.eps,
+            weight_decay=config.weight_decay,
+            clip_grad=config.clip_grad,
+        )
+
+
+def apply_settings(optimizer: Any, settings: AdamSettings) -> None:
+    """Set the options of the next step of Megatron's optimizer."""
+    # This loop replaces Megatron's OptimizerParamScheduler, which applies ``wd_mult``. It is 0 for
+    # biases, norms and sinks, because decay would pull the model towards one without them.
+    for group in optimizer.param_groups:
+        group["lr"] = settings.learning_rate
+        group["betas"] = (settings.beta1, settings.beta2)
+        group["eps"] = settings.eps
+        group["weight_decay"] = settings.weight_decay * group["wd_mult"]
+    for chained in optimizer.chained_optimizers:
+        chained.config.clip_grad = settings.clip_grad
 
 
 def wrap_data_parallel(

@@ -3,6 +3,7 @@
 They are plain data, which processes without Megatron can read.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -56,25 +57,49 @@ For a critic: (values [tokens], batch) -> LossOutput.
 """
 
 
-@dataclass
-class StepStatistics:
-    """Statistics of one optimizer step, the same on every rank except ``token_values``."""
+@dataclass(kw_only=True)
+class PassStatistics:
+    """Statistics of one pass with gradients, the same on every rank except ``token_values``."""
 
     sums: dict[str, float]
     """``LossOutput.sums`` over all micro-batches and ranks."""
     maxima: dict[str, float]
     """``LossOutput.maxima`` over all micro-batches and ranks."""
-    grad_norm: float
-    """Global L2 norm of the gradient before clipping."""
+    expert_loads: LoadRange | None = None
+    """Smallest and largest load of an expert in the pass; None for dense models."""
+    load_balancing_loss: float | None = None
+    """Load-balancing loss without its coefficient, mean over tokens and layers; None if not trained.
+
+    1 if every expert gets an even share, and at most experts / experts per token.
+    """
+    token_values: dict[str, list[Tensor]] = field(default_factory=dict)
+    """``LossOutput.token_values`` of every micro-batch, [T] in the order of its row.
+
+    Every rank of the last pipeline stage has the values of the whole row. Other stages have none.
+    """
+
+
+@dataclass(kw_only=True)
+class UpdateStatistics:
+    """Statistics of an update of the parameters, the same on every rank."""
+
     learning_rate: float
     """Learning rate of the step."""
-    parameters_updated: bool
+    grad_norm: float = math.nan
+    """Global L2 norm of the gradient before clipping. NaN if the step was skipped."""
+    parameters_updated: bool = False
     """True if the step was not skipped."""
     non_finite_gradients: str | None = None
     """Message that names the parameters with a gradient that is not finite; None if there are none.
 
     If it is set, the step was skipped.
     """
+
+
+@dataclass(kw_only=True)
+class StepStatistics(PassStatistics, UpdateStatistics):
+    """Statistics of an optimizer step on one pass."""
+
     seconds: float = 0.0
     """Wall-clock time of the step on the slowest rank."""
     seconds_by_part: dict[str, float] = field(default_factory=dict)
@@ -96,15 +121,3 @@ class StepStatistics:
     """
     shared_tokens: SharedTokens | None = None
     """Tokens that were saved. None if sequences share no prefixes."""
-    expert_loads: LoadRange | None = None
-    """Smallest and largest load of an expert in the step; None for dense models."""
-    load_balancing_loss: float | None = None
-    """Load-balancing loss without its coefficient, mean over tokens and layers; None if not trained.
-
-    1 if every expert gets an even share, and at most experts / experts per token.
-    """
-    token_values: dict[str, list[Tensor]] = field(default_factory=dict)
-    """``LossOutput.token_values`` of every micro-batch, [T] in the order of its row.
-
-    Every rank of the last pipeline stage has the values of the whole row. Other stages have none.
-    """

@@ -1,36 +1,46 @@
 """Trainer rank: forward pass, backward pass and optimizer step on packed micro-batches."""
 
-import functools
 import logging
-import math
 import time
 from collections.abc import Sequence
-from statistics import median
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
-from megatron.core.distributed import finalize_model_grads
 from torch import Tensor
 
 from megatron_gptoss.config import OptimizerConfig
 from megatron_gptoss.expert_loads import ExpertLoads
 from megatron_gptoss.gpu_memory import PhaseMemory, release_cached_memory
+from megatron_gptoss.gradient_reduction import (
+    finalize_gradients,
+    reduce_gradients,
+    without_reduction,
+)
 from megatron_gptoss.layers.moe_layer import GptOssMoELayer
 from megatron_gptoss.log_probs import log_probs_with_candidates
-from megatron_gptoss.optimizer import build_optimizer, wrap_data_parallel
+from megatron_gptoss.matmul_ceiling import matmul_ceiling
+from megatron_gptoss.optimizer import (
+    AdamSettings,
+    apply_settings,
+    build_optimizer,
+    wrap_data_parallel,
+)
 from megatron_gptoss.optimizer_offload import OffloadedState
 from megatron_gptoss.packing import PackedBatch
 from megatron_gptoss.planning.flops import training_flops
-from megatron_gptoss.scorer import (
-    Head,
-    LogProbScorer,
-    gather_context_parallel,
-    label_log_probs,
-)
+from megatron_gptoss.scorer import Head, LogProbScorer, label_log_probs
 from megatron_gptoss.step_clock import StepClock
-from megatron_gptoss.step_results import LossFunction, LossOutput, StepStatistics
+from megatron_gptoss.step_reductions import gather_token_values, reduce_scalars
+from megatron_gptoss.step_results import (
+    LossFunction,
+    LossOutput,
+    PassStatistics,
+    StepStatistics,
+    UpdateStatistics,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -57,7 +67,7 @@ class PolicyTrainer(LogProbScorer):
 
         # Megatron's schedules read their hooks from the configuration that all layers share.
         model_config = self.chunks[0].config
-        model_config.finalize_model_grads_func = _finalize_gradients
+        model_config.finalize_model_grads_func = finalize_gradients
         model_config.timers = self.clock
         self._prepare_modules()
 
@@ -67,6 +77,12 @@ class PolicyTrainer(LogProbScorer):
         self.offloaded = OffloadedState(self.optimizer, config.offload_fraction)
         self.updated = False
         """True after the first optimizer step. Before it, the optimizer has no state to save."""
+        self._passes = 0
+        """Passes since the last step. The first one resets the gradients."""
+        self._is_reduced = False
+        """True if the gradients are reduced over ranks, so that only a step may follow."""
+        self._failure: str | None = None
+        """Message of the first failed pass since the last step. None if all passes succeeded."""
 
     def _prepare_modules(self) -> None:
         """Set options of modules that cannot be set through the configuration."""
@@ -88,9 +104,10 @@ class PolicyTrainer(LogProbScorer):
         temperature: float = 1,
         load_balancing: float = 0,
     ) -> StepStatistics:
-        """Take one optimizer step. Collective.
+        """Take one optimizer step on one pass: ``accumulate`` and ``step``. Collective.
 
-        If the gradient is not finite, the step is skipped and the statistics report it.
+        Gradients of earlier passes are discarded. If the gradient is not finite, the step is skipped
+        and the statistics report it.
 
         Args:
             batches: micro-batches of this data-parallel rank. All ranks pass the same number.
@@ -108,26 +125,96 @@ class PolicyTrainer(LogProbScorer):
             ValueError: there are no loads to balance, see ``ExpertLoads.balance``.
         """
         started = time.perf_counter()
-        self._expert_loads.balance(batches, load_balancing)
         self.clock.begin()
-        self.memory.enter("update")
-        outputs = self._compute_gradients(batches, loss_function, temperature)
-
-        # Before the optimizer step, so that a skipped step has these figures, too.
-        sums, maxima = self._reduce_outputs(outputs)
-        if self.replay is not None:
-            sums |= self.replay.agreement()
-
-        statistics = StepStatistics(
-            sums=sums,
-            maxima=maxima,
-            grad_norm=math.nan,
-            learning_rate=learning_rate,
-            parameters_updated=False,
-            expert_loads=self._expert_loads.take(),
-            load_balancing_loss=self._expert_loads.balancing_loss(),
-            token_values=_gather_token_values(outputs, batches),
+        self.discard_gradients()
+        update_pass = self.accumulate(
+            batches, loss_function, temperature, load_balancing, is_last=True
         )
+        update = self.step(AdamSettings.of(self.config, learning_rate))
+        statistics = StepStatistics(**vars(update_pass), **vars(update))
+        self._measure_speed(statistics, batches, started)
+        self.memory.enter("between_phases")
+        return statistics
+
+    def accumulate(
+        self,
+        batches: Sequence[PackedBatch],
+        loss_function: LossFunction,
+        temperature: float = 1,
+        load_balancing: float = 0,
+        *,
+        is_last: bool = False,
+    ) -> PassStatistics:
+        """Add the gradient of a loss to the gradients of earlier passes. Collective.
+
+        If a pass fails, the next ``step`` fails, too: the sum lacks a part of the gradient.
+
+        Args:
+            batches: micro-batches of this data-parallel rank. All ranks pass the same number.
+            loss_function: see LossFunction.
+            temperature: divisor of the logits.
+            load_balancing: see ``train_step``.
+            is_last: reduce the gradients over ranks during the backward pass. Only a step may
+                follow. Otherwise the step reduces them.
+
+        Returns:
+            Statistics of the pass, the same on all ranks except ``token_values``.
+
+        Raises:
+            RuntimeError: the gradients are already reduced.
+            ValueError: there are no loads to balance, see ``ExpertLoads.balance``.
+        """
+        if self._is_reduced:
+            raise RuntimeError("accumulate: the gradients are reduced. Take the step first")
+        try:
+            self._expert_loads.balance(batches, load_balancing)
+            self.memory.enter("update")
+            outputs = self._compute_gradients(batches, loss_function, temperature, is_last)
+            self._is_reduced = is_last
+
+            # Before the optimizer step, so that a skipped step has these figures, too.
+            sums, maxima = self._reduce_outputs(outputs)
+            if self.replay is not None:
+                sums |= self.replay.agreement()
+            return PassStatistics(
+                sums=sums,
+                maxima=maxima,
+                expert_loads=self._expert_loads.take(),
+                load_balancing_loss=self._expert_loads.balancing_loss(),
+                token_values=gather_token_values(outputs, batches),
+            )
+        except Exception as error:
+            self.fail_step(f"{type(error).__name__}: {error}")
+            raise
+
+    def fail_step(self, reason: str) -> None:
+        """Let the next ``step`` fail, because a part of its gradient is missing."""
+        self._failure = self._failure or reason
+
+    def step(self, settings: AdamSettings) -> UpdateStatistics:
+        """Update the parameters with the accumulated gradients. Collective.
+
+        If the gradient is not finite, the step is skipped and the statistics report it. The gradients
+        cannot be used again in any case.
+
+        Args:
+            settings: settings of this step.
+
+        Raises:
+            FloatingPointError: the gradient is not finite and ``on_non_finite`` is "stop".
+            RuntimeError: a pass since the last step failed, or there was none.
+        """
+        passes, failure = self._passes, self._failure
+        is_reduced = self._is_reduced
+        self.discard_gradients()
+        if failure is not None:
+            raise RuntimeError(f"step: an earlier pass failed ({failure}). No parameter changed")
+        if passes == 0:
+            raise RuntimeError("step: there is no gradient. Run a pass with a loss first")
+        if not is_reduced:
+            reduce_gradients(self.model)
+
+        update = UpdateStatistics(learning_rate=settings.learning_rate)
         self.clock.enter("optimizer")
         if self.config.offload_fraction:
             # Activations leave blocks in torch's cache. Few parts of the state fit into them, and
@@ -136,20 +223,24 @@ class PolicyTrainer(LogProbScorer):
         self.memory.enter("optimizer")
         # The check is collective, so all ranks make the same decision.
         if self._gradients_are_finite():
-            self._update_parameters(statistics)
+            self._update_parameters(update, settings)
         else:
-            self._report_non_finite_gradients(statistics)
+            self._report_non_finite_gradients(update)
         self.clock.leave()
+        return update
 
-        self._measure_speed(statistics, batches, started)
-        self.memory.enter("between_phases")
-        return statistics
+    def discard_gradients(self) -> None:
+        """Forget all passes since the last step. The next pass resets the gradients."""
+        self._passes = 0
+        self._is_reduced = False
+        self._failure = None
 
     def _compute_gradients(
         self,
         batches: Sequence[PackedBatch],
         loss_function: LossFunction,
         temperature: float,
+        reduce: bool,
     ) -> list[LossOutput]:
         """Run forward and backward passes of all micro-batches.
 
@@ -157,23 +248,26 @@ class PolicyTrainer(LogProbScorer):
             The output of the loss for each micro-batch, on the last pipeline stage only.
         """
         self.module.train()
-        # Zero Megatron's buffers, too: the optimizer zeroes only the part that it updates.
-        for chunk in self.model:
-            chunk.zero_grad_buffer()
-        self.optimizer.zero_grad()
+        if self._passes == 0:
+            # Zero Megatron's buffers, too: the optimizer zeroes only the part that it updates.
+            for chunk in self.model:
+                chunk.zero_grad_buffer()
+            self.optimizer.zero_grad()
+        self._passes += 1
 
         # Megatron takes the second result for a number of tokens to divide by, which
-        # _finalize_gradients prevents.
+        # finalize_gradients prevents.
         def loss(values: Tensor, batch: PackedBatch) -> tuple[Tensor, Tensor, LossOutput]:
             output = loss_function(*_loss_arguments(values, batch))
             return output.loss, torch.ones((), dtype=torch.int), output
 
-        return self._run_schedule(
-            batches,
-            self._training_head(temperature),
-            loss,
-            forward_only=False,
-        )
+        with nullcontext() if reduce else without_reduction(self.model):
+            return self._run_schedule(
+                batches,
+                self._training_head(temperature),
+                loss,
+                forward_only=False,
+            )
 
     def _training_head(self, temperature: float) -> Head:
         """Return the function that computes the tensors for ``loss_function``.
@@ -212,25 +306,20 @@ class PolicyTrainer(LogProbScorer):
         sums, maxima = self._from_last_stage([sums, maxima])
         return sums, maxima
 
-    def _update_parameters(self, statistics: StepStatistics) -> None:
+    def _update_parameters(self, update: UpdateStatistics, settings: AdamSettings) -> None:
         """Take the optimizer step and add its results to the statistics."""
-        # This loop replaces Megatron's OptimizerParamScheduler, which applies ``wd_mult``. It is 0
-        # for biases, norms and sinks, because decay would pull the model towards one without them.
-        for group in self.optimizer.param_groups:
-            group["lr"] = statistics.learning_rate
-            group["weight_decay"] = self.config.weight_decay * group["wd_mult"]
-
+        apply_settings(self.optimizer, settings)
         updated, grad_norm, _ = self.optimizer.step()
-        statistics.parameters_updated = bool(updated)
-        statistics.grad_norm = float(grad_norm)
-        self.updated |= statistics.parameters_updated
+        update.parameters_updated = bool(updated)
+        update.grad_norm = float(grad_norm)
+        self.updated |= update.parameters_updated
 
-    def _report_non_finite_gradients(self, statistics: StepStatistics) -> None:
+    def _report_non_finite_gradients(self, update: UpdateStatistics) -> None:
         """Add the parameters to the statistics, and log a warning or raise an error. Collective."""
-        statistics.non_finite_gradients = self._describe_non_finite_gradients()
+        update.non_finite_gradients = self._describe_non_finite_gradients()
         if self.config.on_non_finite == "stop":
-            raise FloatingPointError(statistics.non_finite_gradients)
-        logger.warning("optimizer step skipped: %s", statistics.non_finite_gradients)
+            raise FloatingPointError(update.non_finite_gradients)
+        logger.warning("optimizer step skipped: %s", update.non_finite_gradients)
 
     def _gradients_are_finite(self) -> bool:
         """Return True if all gradients of all ranks are finite. Collective."""
@@ -341,97 +430,3 @@ def _check_trained(module: torch.nn.Module) -> None:
             f"model: no parameter of pipeline stages {', '.join(map(str, idle))} requires a "
             "gradient. Use fewer pipeline stages, or train a part of every layer"
         )
-
-
-def _finalize_gradients(
-    model: list[Any],
-    num_tokens: Tensor | None = None,
-    **kwargs: Any,
-) -> None:
-    """Sum gradients over ranks without dividing by Megatron's number of tokens."""
-    # Loss functions normalize over the global batch.
-    finalize_model_grads(model, None, **kwargs)
-
-
-def _gather_token_values(
-    outputs: Sequence[LossOutput], batches: Sequence[PackedBatch]
-) -> dict[str, list[Tensor]]:
-    """Join the token values of losses over context-parallel ranks. Collective among these.
-
-    Returns:
-        [tokens] of every micro-batch by name. Empty on stages before the last.
-    """
-    if not outputs:
-        return {}
-    values = {}
-    for name in outputs[0].token_values:
-        shards = [output.token_values[name] for output in outputs]
-        values[name] = gather_context_parallel(shards, batches)
-    return values
-
-
-def reduce_scalars(
-    values: Sequence[dict[str, Tensor]],
-    operation: dist.ReduceOp.RedOpType,
-) -> dict[str, float]:
-    """Reduce named scalars over micro-batches, data- and context-parallel ranks. Collective.
-
-    Args:
-        values: scalars [] of any dtype of every micro-batch, with the same names in all. Empty on
-            pipeline stages before the last.
-        operation: SUM or MAX.
-
-    Returns:
-        Reduced values by name.
-
-    Raises:
-        ValueError: a name is missing in some micro-batches.
-    """
-    if not values:
-        return {}
-    names = sorted(values[0])
-    for scalars in values:
-        differing = sorted(set(names) ^ set(scalars))
-        if differing:
-            raise ValueError(
-                f"loss metrics {', '.join(differing)} are missing in some micro-batches. Return all "
-                "names for every micro-batch, with 0 if there is nothing to sum"
-            )
-    if not names:
-        return {}
-
-    # One message for all names. In fp64, because sums cover up to millions of tokens. Sorted,
-    # because ranks reduce by position.
-    rows = [torch.stack([scalars[name].detach().double() for name in names]) for scalars in values]
-    stacked = torch.stack(rows)
-    combine = torch.sum if operation == dist.ReduceOp.SUM else torch.amax
-    reduced = combine(stacked, dim=0)
-
-    group = parallel_state.get_data_parallel_group(with_context_parallel=True)
-    dist.all_reduce(reduced, op=operation, group=group)
-    return dict(zip(names, reduced.tolist(), strict=True))
-
-
-@functools.cache
-def matmul_ceiling(size: int = 8192, rounds: int = 10) -> float:
-    """Return the TFLOP/s of a bf16 product between two square matrices, measured once (0.05 s).
-
-    Args:
-        size: rows and columns of the matrices.
-        rounds: number of measurements, of which the median is returned.
-    """
-    a = torch.randn(size, size, device="cuda", dtype=torch.bfloat16)
-    b = torch.randn(size, size, device="cuda", dtype=torch.bfloat16)
-
-    milliseconds = []
-    for _ in range(rounds + 2):
-        start = torch.cuda.Event(enable_timing=True)
-        end = torch.cuda.Event(enable_timing=True)
-        start.record()
-        a @ b
-        end.record()
-        end.synchronize()
-        milliseconds.append(start.elapsed_time(end))
-
-    # The first two rounds are for warm-up. FLOP per millisecond times 1e-9 is TFLOP/s.
-    return 2 * size**3 / median(milliseconds[2:]) / 1e9

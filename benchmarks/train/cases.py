@@ -70,6 +70,7 @@ from megatron_gptoss.gpu_memory import PhasePeak, phase_memory, release_cached_m
 from megatron_gptoss.layers.moe_layer import GptOssMoELayer
 from megatron_gptoss.layers.router import GptOssRouter
 from megatron_gptoss.log_probs import log_probs_and_entropy
+from megatron_gptoss.matmul_ceiling import matmul_ceiling
 from megatron_gptoss.model import build_model
 from megatron_gptoss.packing import PackedBatch
 from megatron_gptoss.planning.flops import forward_flops
@@ -79,7 +80,7 @@ from megatron_gptoss.planning.step_time import predict_step
 from megatron_gptoss.scorer import gather_parameters
 from megatron_gptoss.static_shape_p2p import StaticShapeP2P
 from megatron_gptoss.step_clock import ALL_TO_ALL, PARTS, StepClock
-from megatron_gptoss.trainer import PolicyTrainer, matmul_ceiling
+from megatron_gptoss.trainer import PolicyTrainer
 
 
 class AllToAllClock(StepClock):

@@ -18,8 +18,8 @@ from typing import Any
 import pytest
 import torch
 
+from megatron_gptoss.step_reductions import reduce_scalars
 from megatron_gptoss.step_results import StepStatistics
-from megatron_gptoss.trainer import reduce_scalars
 from rl_loop.algorithms.advantages import BatchRewards, sample_advantages
 from rl_loop.algorithms.config import AlgorithmConfig
 from rl_loop.algorithms.objectives import policy_objective
