@@ -59,7 +59,7 @@ class PackedBatch(TokenColumns[torch.Tensor]):
     """
 
     labels: torch.Tensor
-    """int64 [L]: the next token of the same sequence."""
+    """int64 [L]: the next token of the same sequence, or its ``target_ids`` if samples have them."""
     position_ids: torch.Tensor
     """int64 [T]: position in the sequence, from 0."""
     sample_ids: torch.Tensor
@@ -209,12 +209,14 @@ def build_batch(
         sample_ids = sequences
     row = PackedRow(samples, sequences, align, sharing)
 
-    # Token ids are taken twice: as inputs, and shifted by one as labels.
-    others = [name for name in samples.columns if name != "token_ids"]
+    # Token ids are taken twice: as inputs, and shifted by one as labels. Labels may differ from
+    # the next token.
+    label_column = "token_ids" if samples.target_ids is None else "target_ids"
+    others = [name for name in samples.columns if name not in ("token_ids", "target_ids")]
     columns: dict[str, Any] = {name: row.column(name) for name in others}
     batch = PackedBatch(
         token_ids=row.fill("token_ids", torch.int64, first=0),
-        labels=row.fill("token_ids", torch.int64, first=1),
+        labels=row.fill(label_column, torch.int64, first=1),
         position_ids=torch.from_numpy(np.concatenate([np.arange(n) for n in row.segments])),
         sample_ids=row.numbered(sample_ids),
         cu_seqlens=torch.tensor([0, *np.cumsum(row.segments)], dtype=torch.int32),

@@ -29,9 +29,10 @@ class Column:
 
     dtype_name: str
     """Name of the dtype, the same in NumPy and torch."""
-    filled_by: Literal["episode", "driver", "rank"] = "episode"
-    """First place that has the column: the episode, the driver for the samples of a step, or a
-    trainer rank for its micro-batches. Columns of a rank are not sent."""
+    filled_by: Literal["episode", "driver", "rank", "client"] = "episode"
+    """First place that has the column: the episode, the driver for the samples of a step, a
+    trainer rank for its micro-batches, or a client of ``gptoss tinker``. Columns of a rank are not
+    sent."""
     belongs_to: Literal["token", "label"] = "label"
     """Meaning of entry t in a packed row: token t as an input, or token t as a label, which is
     predicted from the inputs before it. Entry 0 of a sequence is not a label and is unused."""
@@ -83,6 +84,11 @@ class TokenColumns[Array]:
     """The k tokens that a teacher of distillation finds most likely at the place of this token."""
     teacher_top_log_probs: Annotated[Array | None, Column("float32", "rank", is_wide=True)] = None
     """Log-probs of ``teacher_top_ids`` by the teacher, in nats."""
+    target_ids: Annotated[Array | None, Column("int32", "client")] = None
+    """Token to predict at this place. None if it is the token itself. A packed batch has it as
+    ``labels``."""
+    loss_weights: Annotated[Array | None, Column("float32", "client")] = None
+    """Weight of the token's log-prob in a sum of log-probs. May be negative."""
 
     @property
     def columns(self) -> dict[str, Array]:
