@@ -57,6 +57,7 @@ NAVIGATION: dict[str, list[str]] = {
         "converting",
         "upcycling",
         "serving",
+        "tinker",
         "certify",
     ],
     "Operate": ["sandbox", "security"],

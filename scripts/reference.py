@@ -30,6 +30,7 @@ from launch.cluster import ClusterConfig
 from megatron_gptoss.config import ModelConfig
 from megatron_gptoss.families.registry import FAMILIES
 from rl_loop.config.run import RlConfig, SftConfig
+from rl_loop.config.tinker import TinkerConfig
 from rl_loop.gateway.answer_fields import ANSWERS, AnswerFields
 from rl_loop.gateway.fields import (
     CHAT_FIELDS,
@@ -56,7 +57,12 @@ API: dict[str, dict[str, list[str]]] = {
         "megatron_gptoss.packed_sequence": ["PackedSequence"],
         "megatron_gptoss.scorer": ["LogProbScorer"],
         "megatron_gptoss.trainer": ["PolicyTrainer"],
-        "megatron_gptoss.step_results": ["LossOutput", "StepStatistics"],
+        "megatron_gptoss.step_results": [
+            "LossOutput",
+            "PassStatistics",
+            "UpdateStatistics",
+            "StepStatistics",
+        ],
     },
     "Runs": {
         "rl_loop.config.load": ["load_config"],
@@ -134,6 +140,7 @@ class Section:
 FILES: dict[str, type[BaseModel]] = {
     "gptoss rl": RlConfig,
     "gptoss sft": SftConfig,
+    "gptoss tinker": TinkerConfig,
     "gptoss launch": ClusterConfig,
 }
 """Settings of the kinds of files, by the command that reads them."""

@@ -35,7 +35,9 @@ def complete_override(ctx: typer.Context, incomplete: str) -> list[str]:
 
 
 def _detect_command(ctx: typer.Context) -> str:
-    """Return the command, rl or sft, whose configuration is being typed."""
+    """Return the command, rl, sft or tinker, whose configuration is being typed."""
+    if ctx.info_name == "tinker":
+        return "tinker"
     is_sft = ctx.info_name in ("sft", "preview") or bool(ctx.params.get("sft"))
     return "sft" if is_sft else "rl"
 

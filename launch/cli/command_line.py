@@ -7,7 +7,18 @@ from typing import Annotated
 import typer
 from typer import Option
 
-from launch.cli import certify, convert, data, inspection, jobs, listing, play, serving, training
+from launch.cli import (
+    certify,
+    convert,
+    data,
+    inspection,
+    jobs,
+    listing,
+    play,
+    serving,
+    tinker,
+    training,
+)
 from launch.cli.groups import OneLineErrorGroup
 
 app = typer.Typer(
@@ -48,6 +59,7 @@ app.command()(training.rl)
 app.command(name="eval")(training.evaluate)
 app.command()(play.play)
 app.command()(serving.serve)
+app.command()(tinker.tinker)
 app.command(name="list")(listing.list_configs)
 app.command()(inspection.report)
 app.command()(inspection.view)

@@ -65,7 +65,8 @@ class LowRank(torch.nn.Module):
         """
         super().__init__()
         self.rank = rank
-        self.scale = alpha / rank
+        self.alpha = alpha
+        self.use_rank(rank)
         self.split = split
         self.experts = experts
         self.full_shape = torch.Size((out_features, in_features))
@@ -102,6 +103,11 @@ class LowRank(torch.nn.Module):
         # Layouts with tensor parallelism always have sequence parallelism.
         for parameter in whole_factors:
             set_distribution(parameter, sequence_parallel=True)
+
+    def use_rank(self, rank: int) -> None:
+        """Set the scale for an adapter of a lower rank, whose factors are 0 beyond it."""
+        self.used_rank = rank
+        self.scale = self.alpha / rank
 
     def forward(self) -> tuple[Tensor, Tensor]:
         """Return A [rank, in] and B [out, rank], or with a first dimension of experts.

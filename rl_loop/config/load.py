@@ -18,6 +18,7 @@ from rl_loop.config.every_run import RunConfig
 from rl_loop.config.run import RlConfig, SftConfig
 from rl_loop.config.shipped import find_config, find_section, section_names
 from rl_loop.config.suggestions import known_keys, similar_keys, similar_names
+from rl_loop.config.tinker import TinkerConfig
 from rl_loop.conversations.config import ONLY_SOURCE, ConversationSource
 from rl_loop.registry import TAG
 
@@ -247,17 +248,19 @@ def load_rl_config(path: Path, overrides: list[str] | None = None) -> RlConfig:
 
 
 def load_run_config(path: Path, command: str, overrides: list[str] | None = None) -> RunConfig:
-    """Read a configuration of ``gptoss COMMAND`` with ``load_config``. COMMAND is rl or sft."""
+    """Read a configuration of ``gptoss COMMAND`` with ``load_config``. COMMAND is rl, sft or tinker."""
     return load_config(path, _get_config_class(command), overrides)
 
 
 def keys_of_command(command: str) -> list[str]:
-    """Return the dotted keys of a ``gptoss COMMAND`` configuration. COMMAND is rl or sft."""
+    """Return the dotted keys of a ``gptoss COMMAND`` configuration. COMMAND is rl, sft or tinker."""
     return list(known_keys(_get_config_class(command)))
 
 
 def _get_config_class(command: str) -> type[RunConfig]:
-    kinds: dict[str, type[RunConfig]] = {kind.command: kind for kind in (RlConfig, SftConfig)}
+    kinds: dict[str, type[RunConfig]] = {
+        kind.command: kind for kind in (RlConfig, SftConfig, TinkerConfig)
+    }
     return kinds[command]
 
 

@@ -21,12 +21,17 @@ MAX_VALUES = 40_000
 """Maximum number of values in the JSON of a request: texts, numbers, lists and objects."""
 
 
-async def read_body(request: web.Request, on_received: Callable[[int], None]) -> bytes:
+async def read_body(
+    request: web.Request,
+    on_received: Callable[[int], None] = lambda size: None,
+    max_bytes: int = MAX_BODY_BYTES,
+) -> bytes:
     """Return the body of a request.
 
     Args:
         request: the request.
         on_received: called with the number of bytes received since its last call.
+        max_bytes: maximum bytes of the body.
 
     Raises:
         ApiError: the body is too long, too slow or encoded, or ``on_received`` raises it.
@@ -37,8 +42,8 @@ async def read_body(request: web.Request, on_received: Callable[[int], None]) ->
         message = f"Content-Encoding {encoding[:40]!r} is not supported. Send an unencoded body"
         raise ApiError(415, "invalid_request", message)
     # Check the announced length first, so that a body that is too long is not received at all.
-    if (request.content_length or 0) > MAX_BODY_BYTES:
-        raise _too_large()
+    if (request.content_length or 0) > max_bytes:
+        raise _too_large(max_bytes)
 
     body = bytearray()
     try:
@@ -47,15 +52,15 @@ async def read_body(request: web.Request, on_received: Callable[[int], None]) ->
                 # The announced length may be missing or wrong, so count the received bytes, too.
                 body += chunk
                 on_received(len(chunk))
-                if len(body) > MAX_BODY_BYTES:
-                    raise _too_large()
+                if len(body) > max_bytes:
+                    raise _too_large(max_bytes)
     except TimeoutError:
         message = f"the body did not arrive within {BODY_SECONDS:g} s"
         raise ApiError(408, "invalid_request", message) from None
     return bytes(body)
 
 
-def parse_json(body: bytes) -> Any:
+def parse_json(body: bytes, max_values: int = MAX_VALUES) -> Any:
     """Return the JSON of a body. Raises ApiError."""
     try:
         value = json.loads(body)
@@ -65,8 +70,8 @@ def parse_json(body: bytes) -> Any:
         message = f"the body is not valid JSON: {error}"
         raise ApiError(400, "invalid_request", message) from None
     # A value takes at least 2 bytes, including its comma.
-    if len(body) > 2 * MAX_VALUES and _has_more_values(value, MAX_VALUES):
-        message = f"the body has more than {MAX_VALUES} values"
+    if len(body) > 2 * max_values and _has_more_values(value, max_values):
+        message = f"the body has more than {max_values} values"
         raise ApiError(413, "invalid_request", message)
     return value
 
@@ -101,7 +106,7 @@ def _has_more_values(value: Any, limit: int) -> bool:
     return True
 
 
-def _too_large() -> ApiError:
+def _too_large(max_bytes: int) -> ApiError:
     """Return the error for a body that is too long."""
-    megabytes = MAX_BODY_BYTES // 1024**2
+    megabytes = max_bytes // 1024**2
     return ApiError(413, "invalid_request", f"the body has more than {megabytes} MiB")

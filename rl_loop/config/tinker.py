@@ -1,0 +1,57 @@
+"""Configuration of ``gptoss tinker``."""
+
+from typing import ClassVar, Self
+
+from pydantic import Field, model_validator
+
+from megatron_gptoss.config import StrictModel
+from rl_loop.config.every_run import RunConfig
+from rl_loop.engines.embedded.config import EmbeddedConfig
+
+
+class ApiConfig(StrictModel):
+    """Model as clients see it."""
+
+    base_model: str = Field("openai/gpt-oss-20b", min_length=1, max_length=128)
+    """Name of the base for clients. tinker-cookbook chooses renderers and learning rates by it."""
+    stop_token_ids: tuple[int, ...] = ()
+    """Tokens that end a sample whose request has no ``stop``. For the released models 200002 and
+    200012 (``<|return|>`` and ``<|call|>``)."""
+
+
+class TinkerConfig(RunConfig):
+    """``gptoss tinker``: server of the Tinker API. Checkpoints are in ``output_dir/name/tinker``."""
+
+    command: ClassVar[str] = "tinker"
+
+    tinker: ApiConfig = ApiConfig()
+    """Model as clients see it."""
+
+    @model_validator(mode="after")
+    def _check_server(self) -> Self:
+        """Refuse settings that the server does not support."""
+        if self.adapter is None:
+            raise ValueError(
+                "adapter is null, but clients train adapters. Set it, such as {rank: 32}."
+            )
+        if self.initial_adapter is not None:
+            raise ValueError(
+                "initial_adapter has no effect: clients create and load their adapters. Leave it out."
+            )
+        if self.parallel.world_size != 1:
+            raise ValueError(
+                f"parallel.world_size ({self.parallel.world_size}): the server has one trainer rank. "
+                "Set it to 1."
+            )
+        if not isinstance(self.rollout.engine, EmbeddedConfig):
+            raise ValueError(
+                f"rollout.engine.type ({self.rollout.engine.type}): the server samples with the "
+                "embedded engine only. Set it to embedded."
+            )
+        if self.optimizer.offload_fraction > 0:
+            raise ValueError("optimizer.offload_fraction: tenants are not offloaded. Leave it out.")
+        if self.training.share_prefixes != "off":
+            raise ValueError(
+                "training.share_prefixes: labels of clients differ from tokens. Leave it out."
+            )
+        return self

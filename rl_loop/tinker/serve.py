@@ -1,0 +1,152 @@
+"""Starts the trainer, the engine and the server of ``gptoss tinker``, and stops them."""
+
+import asyncio
+import hashlib
+import json
+import secrets
+import signal
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+
+from megatron_gptoss.user_error import UserError
+from rl_loop.config.tinker import TinkerConfig
+from rl_loop.engines.registry import build_backend
+from rl_loop.gateway.serve import LocalEngine
+from rl_loop.gateway.server import LOOPBACK
+from rl_loop.rollout.worker import model_shape
+from rl_loop.run_parts import backend_context
+from rl_loop.tinker.policy import Policy
+from rl_loop.tinker.server import TinkerServer
+from rl_loop.tinker.state import ServedModel, TinkerState
+from rl_loop.tinker.store import CheckpointStore
+from rl_loop.tinker.training_calls import FLAGS
+from rl_loop.trainer.local_rank import LocalRank
+from rl_loop.trainer.tenant_group import TenantGroup
+from rl_loop.trainer.tenant_worker import TenantWorker
+
+KEY_PREFIX = "tml-"
+"""Beginning of a key. The SDK refuses others."""
+
+
+class TinkerError(UserError):
+    """The server cannot start. The message has the reason."""
+
+
+@dataclass(frozen=True)
+class TinkerOptions:
+    """Options of ``gptoss tinker`` in addition to the configuration."""
+
+    host: str = LOOPBACK
+    """Address to listen on."""
+    port: int = 8100
+    """Port to listen on. 0 for a free port."""
+    api_key: str | None = None
+    """Key of clients. None to generate one."""
+
+
+def run_tinker(
+    config: TinkerConfig, options: TinkerOptions, on_start: Callable[[str, str], None]
+) -> None:
+    """Serve the model of ``config`` until the process is asked to end.
+
+    Args:
+        config: model, adapters and engine.
+        options: address and key.
+        on_start: called with the URL and the key.
+
+    Raises:
+        TinkerError: the server cannot listen on the address, or the key is unusable.
+    """
+    key = options.api_key or KEY_PREFIX + secrets.token_urlsafe(32)
+    if not key.startswith(KEY_PREFIX):
+        raise TinkerError(
+            f"--api-key-file: the key must begin with {KEY_PREFIX}, as the SDK requires"
+        )
+    # One thread uses the trainer: torch's and Megatron's settings belong to a thread.
+    with ThreadPoolExecutor(1, "policy") as thread, ExitStack() as stack:
+        context = open_policy(config)
+        policy = thread.submit(context.__enter__).result()
+        stack.callback(lambda: thread.submit(context.__exit__, None, None, None).result())
+        asyncio.run(_serve(config, options, policy, thread, key, on_start))
+
+
+@contextmanager
+def open_policy(config: TinkerConfig) -> Iterator[Policy]:
+    """Start the trainer and the engine. Use the result on the same thread."""
+    with ExitStack() as stack:
+        group = TenantGroup(config, LocalRank(config, TenantWorker))
+        stack.callback(group.close)
+        group.ready()
+        backend = build_backend(config.rollout.engine, backend_context(config))
+        stack.callback(backend.close)
+        engine = backend.engine_factory()()
+        stack.callback(lambda: asyncio.run(engine.close()))
+        backend.start(LocalEngine(engine))
+        yield Policy(group, backend, engine, model_shape(config.model))
+
+
+async def _serve(
+    config: TinkerConfig,
+    options: TinkerOptions,
+    policy: Policy,
+    thread: ThreadPoolExecutor,
+    key: str,
+    on_start: Callable[[str, str], None],
+) -> None:
+    """Serve until SIGINT or SIGTERM."""
+    store = CheckpointStore(config.directory / "tinker")
+    model = served_model(config)
+    server = TinkerServer(TinkerState(policy, thread, store, model), key, _notice(model))
+    try:
+        url = await server.start(options.host, options.port)
+    except OSError as error:
+        raise TinkerError(
+            f"cannot listen on {options.host}:{options.port}: {error.strerror or error}. Choose "
+            "another --host or --port"
+        ) from error
+    stopped = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, stopped.set)
+    try:
+        on_start(url, key)
+        await stopped.wait()
+    finally:
+        await server.close()
+
+
+def served_model(config: TinkerConfig) -> ServedModel:
+    """Return the facts about the model that requests need."""
+    assert config.adapter is not None
+    targets = config.adapter.targets
+    return ServedModel(
+        name=config.tinker.base_model,
+        base=base_digest(config),
+        vocabulary_size=config.model.vocab_size,
+        max_tokens=min(config.model.max_length, config.training.max_tokens_per_micro_batch),
+        max_rank=config.adapter.rank,
+        trained={flag: bool(set(names) & set(targets)) for flag, names in FLAGS.items()},
+        stop_token_ids=config.tinker.stop_token_ids,
+    )
+
+
+def base_digest(config: TinkerConfig) -> str:
+    """Return a digest of the base and of its adapters' settings."""
+    facts = config.model_dump(
+        mode="json", include={"model", "initial_weights", "quantization", "dtype", "adapter"}
+    )
+    # Only random weights depend on the seed.
+    seed = config.seed if config.initial_weights is None else None
+    content = json.dumps([facts, seed], sort_keys=True)
+    return hashlib.sha256(content.encode()).hexdigest()
+
+
+def _notice(model: ServedModel) -> str:
+    """Return the message that clients log."""
+    untrained = [flag for flag, is_trained in model.trained.items() if not is_trained]
+    text = "gptoss tinker: one model at a time. See docs/tinker.md for the calls that differ"
+    if untrained:
+        text += f". Without adapters here: {', '.join(untrained)}"
+    return text

@@ -1,0 +1,204 @@
+"""Checkpoints of tenants on disk: ``MODEL/weights/NAME`` and ``MODEL/sampler_weights/NAME``.
+
+A checkpoint is a directory with a JSON file and tensors. Pickle is never read.
+"""
+
+import json
+import re
+import shutil
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+
+from megatron_gptoss.new_directory import OLD, PARTIAL, new_directory
+from rl_loop.gateway.errors import ApiError
+from rl_loop.tinker.errors import ClientError, bad_request
+
+SCHEME = "tinker://"
+"""Beginning of the name of a checkpoint."""
+TENSORS = "tensors.safetensors"
+"""File with the tensors of a checkpoint."""
+ABOUT = "checkpoint.json"
+"""File with the data about a checkpoint."""
+Kind = Literal["weights", "sampler_weights"]
+"""``weights`` have the optimizer's state."""
+KINDS: tuple[Kind, ...] = ("weights", "sampler_weights")
+_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,127}")
+_MODEL = re.compile(r"[0-9a-f]{1,64}:train:[0-9]{1,9}")
+
+
+@dataclass(frozen=True)
+class CheckpointName:
+    """Name of a checkpoint in the API: ``tinker://MODEL/KIND/NAME``."""
+
+    model_id: str
+    """Tenant that saved the checkpoint."""
+    kind: Kind
+    """Kind of the checkpoint."""
+    name: str
+    """Name that the client chose."""
+
+    def __post_init__(self) -> None:
+        """Check all parts, because they become names of directories.
+
+        Raises:
+            ApiError: a part has other characters than letters, digits, ".", "_" and "-".
+        """
+        is_reserved = self.name.endswith((PARTIAL, OLD))
+        if not _MODEL.fullmatch(self.model_id) or self.kind not in KINDS:
+            raise bad_request(f"{self} is not the name of a checkpoint")
+        if not _NAME.fullmatch(self.name) or is_reserved:
+            raise bad_request(
+                f"checkpoint name {self.name[:128]!r}: use up to 128 letters, digits, '.', '_' and '-', "
+                f"but no '.' or '-' at the beginning and no ending {PARTIAL} or {OLD}"
+            )
+
+    def __str__(self) -> str:
+        return f"{SCHEME}{self.model_id}/{self.kind}/{self.name}"[:300]
+
+    @classmethod
+    def parse(cls, text: object) -> "CheckpointName":
+        """Read a name. Raises ApiError."""
+        parts = str(text).removeprefix(SCHEME).split("/")
+        if not str(text).startswith(SCHEME) or len(parts) != 3:
+            raise bad_request(f"{str(text)[:128]!r} is not of the form {SCHEME}MODEL/KIND/NAME")
+        model_id, kind, name = parts
+        return cls(model_id, kind, name)  # type: ignore[arg-type]
+
+
+@dataclass(frozen=True)
+class CheckpointFacts:
+    """Data about a checkpoint."""
+
+    base: str
+    """Digest of the base. Factors of another base are useless."""
+    rank: int
+    """Rank of the adapter."""
+    created: float
+    """Time of creation in seconds since the epoch."""
+    expires: float | None = None
+    """Time at which the checkpoint is deleted. None to keep it."""
+    user_metadata: Mapping[str, str] | None = None
+    """Data of the client."""
+    run_metadata: Mapping[str, Any] | None = None
+    """Data of the client about the tenant."""
+
+    @property
+    def is_expired(self) -> bool:
+        """True if the checkpoint must be deleted."""
+        return self.expires is not None and self.expires < time.time()
+
+
+class CheckpointStore:
+    """Checkpoints of all tenants in a directory."""
+
+    def __init__(self, directory: Path) -> None:
+        """Keep checkpoints in ``directory``."""
+        self._directory = directory
+
+    def save(
+        self,
+        name: CheckpointName,
+        facts: CheckpointFacts,
+        tensors: Mapping[str, torch.Tensor],
+        *,
+        overwrite: bool = False,
+    ) -> None:
+        """Write a checkpoint. It appears when it is complete.
+
+        Raises:
+            ClientError: it exists, and ``overwrite`` is False.
+            DirectoryError: it cannot be written.
+        """
+        path = self._path(name)
+        if path.exists() and not overwrite:
+            raise ClientError(f"{name} exists. Choose another name, or overwrite it")
+        with new_directory(path, overwrite=overwrite) as partial:
+            save_file(
+                {key: tensor.contiguous() for key, tensor in tensors.items()}, partial / TENSORS
+            )
+            (partial / ABOUT).write_text(json.dumps(asdict(facts), indent=1))
+
+    def load(
+        self, name: CheckpointName, base: str
+    ) -> tuple[CheckpointFacts, dict[str, torch.Tensor]]:
+        """Read a checkpoint.
+
+        Args:
+            name: name of the checkpoint.
+            base: digest of the base of this server.
+
+        Raises:
+            ClientError: there is no such checkpoint, or it belongs to another base.
+        """
+        facts = self.facts(name)
+        if facts is None:
+            raise ClientError(f"there is no checkpoint {name}")
+        if facts.base != base:
+            raise ClientError(f"{name} was trained on another base than this server has")
+        try:
+            return facts, load_file(self._path(name) / TENSORS)
+        except (OSError, SafetensorError) as error:
+            raise ClientError(f"{name} cannot be read: {error}") from None
+
+    def facts(self, name: CheckpointName) -> CheckpointFacts | None:
+        """Return the data about a checkpoint. None if there is none."""
+        facts = self._read_facts(name)
+        return None if facts is None or facts.is_expired else facts
+
+    def _read_facts(self, name: CheckpointName) -> CheckpointFacts | None:
+        """Return the data about a checkpoint, even if it is expired."""
+        try:
+            content = json.loads((self._path(name) / ABOUT).read_text())
+            return CheckpointFacts(**content)
+        except (OSError, ValueError, TypeError):
+            return None
+
+    def size(self, name: CheckpointName) -> int:
+        """Return the bytes of a checkpoint."""
+        return sum(file.stat().st_size for file in self._path(name).iterdir())
+
+    def list(self, model_id: str | None = None) -> list[tuple[CheckpointName, CheckpointFacts]]:
+        """Return checkpoints of a tenant, or of all, oldest first."""
+        found = [(name, self.facts(name)) for name in self._names()]
+        chosen = [
+            (name, facts)
+            for name, facts in found
+            if facts is not None and model_id in (None, name.model_id)
+        ]
+        return sorted(chosen, key=lambda one: one[1].created)
+
+    def delete(self, name: CheckpointName) -> bool:
+        """Delete a checkpoint. Return False if there is none."""
+        path = self._path(name)
+        if not path.is_dir():
+            return False
+        shutil.rmtree(path)
+        return True
+
+    def delete_expired(self) -> None:
+        """Delete checkpoints whose time to live is over."""
+        for name in self._names():
+            facts = self._read_facts(name)
+            if facts is not None and facts.is_expired:
+                self.delete(name)
+
+    def _names(self) -> Iterator[CheckpointName]:
+        """Yield the names of all checkpoints."""
+        for path in sorted(self._directory.glob("*/*/*")):
+            model_id = path.parts[-3].replace("_train_", ":train:")
+            try:
+                yield CheckpointName(model_id, path.parts[-2], path.name)  # type: ignore[arg-type]
+            except ApiError:
+                continue  # a directory that is being written
+
+    def _path(self, name: CheckpointName) -> Path:
+        # Some file systems do not allow colons.
+        model = name.model_id.replace(":train:", "_train_")
+        return self._directory / model / name.kind / name.name
