@@ -33,7 +33,11 @@ ENUMS = {
 """Values of each enum in the order of their numbers."""
 STOP, LENGTH = range(2)
 """Values of ``StopReason``."""
-DTYPES = {1: np.dtype(np.float32), 2: np.dtype(np.int64), 3: np.dtype(np.int32)}
+DTYPES: dict[int, np.dtype] = {
+    1: np.dtype(np.float32),
+    2: np.dtype(np.int64),
+    3: np.dtype(np.int32),
+}
 """NumPy's dtypes by number of ``DType``. NumPy has no bfloat16."""
 
 TABLE: dict[str, dict[int, str]] = {

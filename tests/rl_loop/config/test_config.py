@@ -19,6 +19,7 @@ from rl_loop.config.rollout import RolloutConfig
 from rl_loop.config.run import RlConfig, SftConfig
 from rl_loop.config.served import load_served_config
 from rl_loop.config.shipped import find_config, shipped_files, shipped_names
+from rl_loop.config.tinker import TinkerConfig
 
 CONFIGS = Path(__file__).parents[3] / "configs"
 
@@ -33,8 +34,14 @@ def test_every_sft_configuration_loads(path: Path) -> None:
     load_config(path, SftConfig)
 
 
+@pytest.mark.parametrize("path", shipped_files("tinker"), ids=lambda p: p.stem)
+def test_every_tinker_configuration_loads(path: Path) -> None:
+    load_config(path, TinkerConfig)
+
+
 def test_every_folder_of_configurations_is_shipped() -> None:
-    files = {*shipped_files("rl"), *shipped_files("sft"), *shipped_files("cluster")}
+    folders = ("rl", "sft", "tinker", "cluster")
+    files = {file for folder in folders for file in shipped_files(folder)}
     sections = {*CONFIGS.glob("model/*.yaml"), *CONFIGS.glob("algorithm/*.yaml")}
     assert files | sections == set(CONFIGS.rglob("*.yaml"))
     data_files = tomllib.loads((CONFIGS.parent / "pyproject.toml").read_text())["tool"][
