@@ -84,9 +84,7 @@ def test_resumed_trainer_uses_new_optimizer_settings(dtype: torch.dtype, tmp_pat
     steps(policy, 2)
     save_checkpoint(tmp_path, policy, 2, {})
     settings = {"lr": 3e-4, "weight_decay": 0.2, "beta1": 0.5, "beta2": 0.7, "eps": 1e-3}
-    policy.config = policy.config.model_copy(update={"weight_decay": 0.2})  # every step sets it
-    for group in policy.optimizer.param_groups:  # torch's Adam reads these
-        group |= {"betas": (0.5, 0.7), "eps": 1e-3}
+    policy.config = policy.config.model_copy(update=settings)  # every step sets them
     expected = steps(policy, 3)
     other = trainer(seed=1, dtype=dtype, **settings)
     load_checkpoint(latest_checkpoint(tmp_path), other)

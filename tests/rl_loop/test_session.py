@@ -92,6 +92,7 @@ def test_run_leaves_no_process_thread_or_signal_handler(
 
 PRODUCT = ("kernels/gptoss_kernels", "megatron_gptoss", "converters", "rl_loop", "launch")
 MODULES_THAT_KNOW_A_WHOLE_CONFIGURATION = {
+    "launch/cli/tinker.py",
     "launch/cli/training.py",
     "launch/config_list.py",
     "launch/plan.py",
@@ -109,11 +110,12 @@ MODULES_THAT_KNOW_A_WHOLE_CONFIGURATION = {
     "rl_loop/run.py",
     "rl_loop/run_parts.py",
     "rl_loop/session.py",
+    "rl_loop/tinker/serve.py",
 }
 """All other modules receive the sections that they need."""
-DEFINITIONS = ("rl_loop.config.every_run.", "rl_loop.config.run.")
+DEFINITIONS = ("rl_loop.config.every_run.", "rl_loop.config.run.", "rl_loop.config.tinker.")
 """Modules that define whole configurations, each with a dot."""
-WHOLE_CONFIGURATIONS = {"RunConfig", "RlConfig", "SftConfig"}
+WHOLE_CONFIGURATIONS = {"RunConfig", "RlConfig", "SftConfig", "TinkerConfig"}
 
 
 def knows_a_whole_configuration(source: str) -> bool:
