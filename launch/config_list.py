@@ -149,7 +149,7 @@ def _method(config: RunConfig) -> str:
         words.append(config.quantization)
     if isinstance(config, RlConfig) and config.algorithm.advantage.type != "none":
         words.insert(0, config.algorithm.advantage.type)
-    if config.teacher is not None:
+    if config.teachers:
         words.insert(0, "distillation")
     return ", ".join(words)
 

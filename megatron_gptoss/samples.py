@@ -23,6 +23,9 @@ ROUTES = "routed_experts"
 """Name of the routes where columns are chosen by name. They are not a per-token column: they have
 another shape and are loaded late."""
 
+NO_TEACHER = -1
+"""Number in ``TrainingSamples.teachers`` of sequences that no teacher scores."""
+
 
 @dataclass(eq=False)
 class TrainingSamples(TokenColumns[np.ndarray]):
@@ -45,6 +48,9 @@ class TrainingSamples(TokenColumns[np.ndarray]):
     """int64 [n]: each sequence's episode index. None if each sequence is an episode."""
     groups: np.ndarray | None = None
     """int64 [n]: index of the task that each sequence is a sample of. None if each has its own."""
+    teachers: np.ndarray | None = None
+    """int64 [n]: index of the teacher that scores each sequence, or NO_TEACHER. None if the only
+    teacher scores all."""
     names: Sequence[str] = field(default=())
     """Names of the sequences in messages. Empty: "sample" and the index."""
 
@@ -167,6 +173,7 @@ class TrainingSamples(TokenColumns[np.ndarray]):
             routed_experts=routes,
             episodes=None if self.episodes is None else self.episodes[list(sequences)],
             groups=None if self.groups is None else self.groups[list(sequences)],
+            teachers=None if self.teachers is None else self.teachers[list(sequences)],
             names=[self.sequence_name(i) for i in sequences],
             **taken,
         )
@@ -202,7 +209,7 @@ class TrainingSamples(TokenColumns[np.ndarray]):
             )
         if self.names and len(self.names) != len(self):
             raise ColumnError(f"names has {len(self.names)} entries for {len(self)} sequences")
-        for name in ("episodes", "groups"):
+        for name in ("episodes", "groups", "teachers"):
             numbers = getattr(self, name)
             if numbers is not None and numbers.shape != (len(self),):
                 raise ColumnError(f"{name} has shape {list(numbers.shape)}, expected [{len(self)}]")

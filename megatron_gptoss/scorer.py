@@ -74,15 +74,15 @@ class LogProbScorer:
 
     def top_log_probs(
         self, batches: Sequence[PackedBatch], k: int, temperature: float = 1.0
-    ) -> list[tuple[Tensor, Tensor]]:
-        """Return the k most likely tokens at the place of every label. Collective.
+    ) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield the k most likely tokens at the place of every label. Collective.
 
         Args:
             batches: micro-batches of this data-parallel rank.
             k: number of tokens, at most the size of the vocabulary.
             temperature: divisor of the logits.
 
-        Returns:
+        Yields:
             Ids [labels, k] int32 and log-probs [labels, k] fp32 of every micro-batch, most likely
             first, on the host of all ranks with the same micro-batches.
         """
@@ -95,12 +95,10 @@ class LogProbScorer:
         # A few micro-batches at a time, because the results of a whole step can fill a GPU. Enough
         # to fill a pipeline, and a multiple of its size, which the interleaved schedule requires.
         size = PARTS_OF_STAGE * parallel_state.get_pipeline_model_parallel_world_size()
-        tops = []
         for part in batched(batches, size):
             for both in self._evaluate(part, head):
                 both = both.cpu()
-                tops.append((both[:, 0].int(), both[:, 1]))
-        return tops
+                yield both[:, 0].int(), both[:, 1]
 
     @torch.no_grad()
     def _evaluate(self, batches: Sequence[PackedBatch], head: Head) -> list[Tensor]:

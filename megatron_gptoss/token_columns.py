@@ -79,7 +79,10 @@ class TokenColumns[Array]:
     """True if the token was sampled in another context, or under a constraint. None if no token
     was."""
     teacher_log_probs: Annotated[Array | None, Column("float32", "driver")] = None
-    """Log-prob by the teacher of on-policy distillation, in nats."""
+    """Log-prob by the teacher of on-policy distillation, in nats. NaN for tokens that no teacher has
+    scored."""
+    has_teacher: Annotated[Array | None, Column("bool", "driver")] = None
+    """True if a teacher scores the token's sequence. None if teachers score all sequences."""
     teacher_top_ids: Annotated[Array | None, Column("int32", "rank", is_wide=True)] = None
     """The k tokens that a teacher of distillation finds most likely at the place of this token."""
     teacher_top_log_probs: Annotated[Array | None, Column("float32", "rank", is_wide=True)] = None

@@ -334,7 +334,8 @@ class RlLoop:
                 "detach", or the engine reports a weight version that does not exist yet.
         """
         with record.timed("prepare"):
-            return to_samples(rollouts.train, self.algorithm, version=step)
+            teachers = self.config.teacher_of_source
+            return to_samples(rollouts.train, self.algorithm, step, teachers)
 
     def add_estimates(
         self, step: int, samples: TrainingSamples, record: StepRecord

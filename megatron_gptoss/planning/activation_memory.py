@@ -178,16 +178,16 @@ def _output_weight_gradient(inputs: MemoryInputs) -> float:
 def scoring_memory(inputs: MemoryInputs, stage: int) -> float:
     """Return the bytes of a forward pass without a backward pass, for one micro-batch.
 
-    With a teacher, it is the larger pass of both models.
+    With teachers, it is the largest pass of all models.
 
     Args:
         inputs: models, layout and batch.
         stage: index of the pipeline stage.
     """
     scoring = _scoring_memory(inputs, inputs.model, stage)
-    if inputs.teacher is None:
+    if not inputs.teachers:
         return scoring
-    teachers = _scoring_memory(inputs, inputs.teacher, stage)
+    teachers = max(_scoring_memory(inputs, teacher, stage) for teacher in inputs.teachers)
     # Ids and log-probs of whole rows, in the parts of ``LogProbScorer.top_log_probs``.
     results = PARTS_OF_STAGE * inputs.parallel.pipeline * inputs.tokens
     return max(scoring, teachers + 8 * inputs.teacher_top_k * results)

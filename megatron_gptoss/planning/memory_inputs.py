@@ -53,7 +53,7 @@ class MemoryInputs:
     """Models, layout and batch of a training run."""
 
     model: ModelConfig
-    """Architecture of all models except a teacher."""
+    """Architecture of all models except teachers."""
     parallel: ParallelConfig
     """Parallel layout of all models."""
     optimizer: OptimizerConfig
@@ -66,8 +66,11 @@ class MemoryInputs:
     Each entry is the optimizer of a critic, or None for a reference policy. Only one model computes
     at a time.
     """
-    teacher: ModelConfig | None = None
-    """Architecture of a frozen teacher with the layout of the policy; None if there is none."""
+    teachers: Sequence[ModelConfig] = ()
+    """Architectures of frozen teachers with the layout of the policy.
+
+    Only one model computes at a time.
+    """
     teacher_top_k: int = 0
     """Tokens at every place of which a teacher gives the log-probs."""
     adapter: AdapterConfig | None = None

@@ -79,8 +79,8 @@ def weight_memory(inputs: MemoryInputs, stage: int) -> float:
     # Every auxiliary model has the architecture, layout and adapters of the policy.
     weights = _model_weights(inputs, stage) * (1 + len(inputs.auxiliary_models))
     weights += scratch_weight_bytes(inputs)
-    if inputs.teacher is not None:
-        weights += 2 * sum(parameters_per_gpu(inputs.teacher, inputs.parallel, stage))
+    for teacher in inputs.teachers:
+        weights += 2 * sum(parameters_per_gpu(teacher, inputs.parallel, stage))
 
     if stage == inputs.parallel.pipeline - 1:
         critics = [optimizer for optimizer in inputs.auxiliary_models if optimizer is not None]

@@ -115,9 +115,13 @@ class DistillationConfig(StrictModel):
     Sources: Agarwal et al., arXiv 2306.13649; Thinking Machines, "On-Policy Distillation".
     """
 
-    teacher: Path
+    teacher: Path | None = None
     """Hugging Face directory of the teacher, of any family, with the vocabulary of ``model``. Every
-    trainer rank holds a part of it. The teacher chooses its own experts."""
+    trainer rank holds a part of it. The teacher chooses its own experts. It scores the episodes of
+    all sources that ``teachers`` does not name."""
+    teachers: dict[str, Path | None] = Field(default_factory=dict)
+    """Teachers of some sources: {name in ``tasks.sources``: directory}. null for a source that
+    learns from rewards alone."""
     loss: AnyDistillationLoss = SampledTokenDistillation()
     """Comparison with the teacher. sampled_token: log pi_teacher - log pi of the sampled token, with
     the engine's log-prob as log pi, is added to its advantage. reverse_kl, forward_kl, jsd: the
@@ -130,6 +134,10 @@ class DistillationConfig(StrictModel):
     def divergence(self) -> DivergenceLoss | None:
         """Value of ``loss``, if it compares distributions."""
         return self.loss if isinstance(self.loss, DivergenceLoss) else None
+
+    def of_source(self, source: str) -> Path | None:
+        """Return the teacher of a task source. None if it has none."""
+        return self.teachers.get(source, self.teacher)
 
 
 class CriticConfig(StrictModel):

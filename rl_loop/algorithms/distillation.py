@@ -127,16 +127,20 @@ def teacher_divergence(
         teacher_log_probs: [tokens, k] of the same tokens.
         mask: bool [tokens]: tokens that learn from the teacher.
         comparable: bool [tokens]: tokens in the metrics, which include tokens that a correction
-            leaves out.
+            leaves out. All have numbers of a teacher.
 
     Returns:
         [tokens] in nats, 0 outside ``mask``. And the sums over ``comparable`` of KL(policy || teacher),
-        for any choice, and of the probability of the teacher's k tokens.
+        for any choice, of the probability of the teacher's k tokens, and of 1.
     """
     distance = masked_divergence(_function(loss), log_probs, teacher_log_probs, mask)
     kl = masked_divergence(reverse_kl, log_probs.detach(), teacher_log_probs, comparable)
     mass = torch.where(comparable, teacher_log_probs.exp().sum(-1), 0.0)
-    return distance, {"distillation/teacher_kl": kl.sum(), "distillation/teacher_mass": mass.sum()}
+    return distance, {
+        "distillation/teacher_kl": kl.sum(),
+        "distillation/teacher_mass": mass.sum(),
+        "teacher_tokens": comparable.sum(),
+    }
 
 
 def masked_divergence(

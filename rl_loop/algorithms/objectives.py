@@ -137,12 +137,15 @@ def policy_objective(
         if config.distillation is not None and config.divergence is not None:
             assert of_teacher_ids is not None
             # Spliced tokens have no divergence, as they have no advantage of the teacher.
+            compared = masks.comparable
+            if batch.has_teacher is not None:
+                compared = compared & batch.has_teacher
             distance, distillation = teacher_divergence(
                 config.divergence,
                 of_teacher_ids,
                 batch.column("teacher_top_log_probs"),
-                masks.comparable & learns,
-                masks.comparable,
+                compared & learns,
+                compared,
             )
             terms = terms + config.distillation.coefficient * distance
         # The weights do not depend on ``learns``, because the denominators are fixed before

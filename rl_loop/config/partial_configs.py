@@ -110,9 +110,14 @@ class TrainerConfig(PolicyConfig):
         return None
 
     @property
-    def teacher(self) -> Path | None:
-        """Hugging Face directory of the teacher. None without distillation."""
-        return None if self.distillation is None else self.distillation.teacher
+    def teacher_paths(self) -> dict[str, Path]:
+        """Hugging Face directories of teachers by configuration key. Empty without distillation."""
+        return {} if self.distillation is None else {"loss.teacher": self.distillation.teacher}
+
+    @property
+    def teachers(self) -> tuple[Path, ...]:
+        """Directories of the teachers, each once. Other code refers to a teacher by its index."""
+        return tuple(dict.fromkeys(self.teacher_paths.values()))
 
     @property
     def load_balancing(self) -> float:

@@ -1,5 +1,6 @@
 """Complete configurations of runs, which YAML files in ``configs/`` and overrides define."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import ClassVar, Self
@@ -9,6 +10,7 @@ from pydantic import Field, model_validator
 from megatron_gptoss.config import ModelConfig, OptimizerConfig
 from megatron_gptoss.families.registry import read_hf_config
 from megatron_gptoss.planning.memory_inputs import MemoryInputs
+from megatron_gptoss.samples import NO_TEACHER
 from rl_loop.algorithms.choices import AnySupervisedLoss, CrossEntropyLoss, DistillationLoss
 from rl_loop.algorithms.config import GROUP_ADVANTAGES, AlgorithmConfig
 from rl_loop.config.errors import ConfigError
@@ -16,6 +18,9 @@ from rl_loop.config.every_run import RunConfig
 from rl_loop.config.training import SFT_EPISODES, DemonstrationConfig
 from rl_loop.conversations.config import CorpusConfig, DataConfig
 from rl_loop.environments.registry import environment_class
+
+TEACHER_KEY = "algorithm.distillation.teacher"
+TEACHERS_KEY = "algorithm.distillation.teachers"
 
 
 class RlConfig(RunConfig):
@@ -55,10 +60,38 @@ class RlConfig(RunConfig):
         return self.vocabulary_data
 
     @property
-    def teacher(self) -> Path | None:
-        """Teacher of on-policy distillation. None without one."""
+    def teacher_paths(self) -> dict[str, Path]:
+        """Teachers of the sources that are trained on, by configuration key."""
         distillation = self.algorithm.distillation
-        return None if distillation is None else distillation.teacher
+        if distillation is None:
+            return {}
+        paths = {}
+        for name in self._trained_sources:
+            path = distillation.of_source(name)
+            if path is not None:
+                own = name in distillation.teachers
+                paths[f"{TEACHERS_KEY}.{name}" if own else TEACHER_KEY] = path
+        return paths
+
+    @property
+    def teacher_of_source(self) -> dict[str, int] | None:
+        """Index in ``teachers`` by source, or NO_TEACHER. None if all sources have one teacher."""
+        distillation = self.algorithm.distillation
+        if distillation is None:
+            return None
+        paths = {name: distillation.of_source(name) for name in self._trained_sources}
+        if len(set(paths.values())) == 1:
+            return None
+        teachers = self.teachers
+        return {
+            name: NO_TEACHER if path is None else teachers.index(path)
+            for name, path in paths.items()
+        }
+
+    @property
+    def _trained_sources(self) -> list[str]:
+        """Names of the task sources that are not for evaluation only."""
+        return [name for name, source in self.tasks.sources.items() if source.weight > 0]
 
     @property
     def _teacher_top_k(self) -> int:
@@ -85,10 +118,9 @@ class RlConfig(RunConfig):
             engine=self.engine_memory,
             mini_batches=self.algorithm.mini_batches,
         )
-        if self.teacher is not None:
-            inputs = replace(
-                inputs, teacher=read_model(self.teacher), teacher_top_k=self._teacher_top_k
-            )
+        inputs = replace(
+            inputs, teachers=read_models(self.teachers), teacher_top_k=self._teacher_top_k
+        )
         return inputs.with_sequences(self.rollout.tasks_per_step * self.rollout.samples_per_task)
 
     @model_validator(mode="after")
@@ -107,6 +139,7 @@ class RlConfig(RunConfig):
         self._check_algorithm_needs()
         self._check_external_agents()
         self._check_unmerged_experts()
+        self._check_teachers()
         _check_top_k("algorithm.distillation.loss", self._teacher_top_k, self.model.vocab_size)
         return self
 
@@ -185,6 +218,38 @@ class RlConfig(RunConfig):
                     "rollout.purification replays tool calls, but the external agent of "
                     f"tasks.sources.{name} runs its own tools. Set rollout.purification=null."
                 )
+
+    def _check_teachers(self) -> None:
+        """Refuse sources without a teacher, unless they are meant to have none."""
+        distillation = self.algorithm.distillation
+        if distillation is None:
+            return
+        unknown = sorted(distillation.teachers.keys() - self.tasks.sources.keys())
+        if unknown:
+            raise ValueError(
+                f"{TEACHERS_KEY} names {', '.join(unknown)}, but tasks.sources has "
+                f"{', '.join(self.tasks.sources)}. Correct the name."
+            )
+        for name in self._trained_sources:
+            if distillation.of_source(name) is not None:
+                continue
+            if name not in distillation.teachers:
+                raise ValueError(
+                    f"algorithm.distillation: tasks.sources.{name} has no teacher. Set "
+                    f"{TEACHER_KEY} or {TEACHERS_KEY}.{name}, which is null if the source learns "
+                    "from rewards alone."
+                )
+            if self.algorithm.advantage.type == "none":
+                raise ValueError(
+                    f"{TEACHERS_KEY}.{name} is null, and advantage none ignores the rewards, so "
+                    "nothing would be learned from this source. Set a teacher, another advantage, or "
+                    f"tasks.sources.{name}.weight=0."
+                )
+        if not self.teachers:
+            raise ValueError(
+                f"{TEACHERS_KEY} is null for all sources. Set a teacher, or algorithm.distillation "
+                "to null."
+            )
 
     def _check_algorithm_needs(self) -> None:
         algorithm = self.algorithm
@@ -298,8 +363,9 @@ class SftConfig(RunConfig):
         # ``super()`` assumes that a sample can fill a micro-batch.
         inputs = replace(super().memory_inputs, engine=self.engine_memory)
         if self.distillation is not None:
-            teacher = read_model(self.distillation.teacher)
-            inputs = replace(inputs, teacher=teacher, teacher_top_k=self.distillation.top_k)
+            inputs = replace(
+                inputs, teachers=read_models(self.teachers), teacher_top_k=self.distillation.top_k
+            )
         if self.data is None:
             return inputs
         # The last token of a sequence takes no position in a row.
@@ -357,6 +423,12 @@ def _check_top_k(section: str, top_k: int, vocab_size: int) -> None:
         raise ValueError(
             f"{section}.top_k ({top_k}) exceeds model.vocab_size ({vocab_size}). Lower it."
         )
+
+
+def read_models(directories: Sequence[Path]) -> tuple[ModelConfig, ...]:
+    """Return the architectures of those Hugging Face directories that have a ``config.json``."""
+    models = (read_model(directory) for directory in directories)
+    return tuple(model for model in models if model is not None)
 
 
 def read_model(directory: Path) -> ModelConfig | None:

@@ -280,6 +280,13 @@ def _add_distillation(samples: TrainingSamples, config: AlgorithmConfig) -> Trai
     if samples.staleness is not None:
         compared &= samples.staleness <= config.max_staleness
     gains = np.where(compared, teacher_gains(samples), 0.0)
+    if not np.isfinite(gains).all():
+        token = int(np.isfinite(gains).argmin())
+        sequence = int(np.searchsorted(samples.offsets, token, side="right")) - 1
+        raise ValueError(
+            f"{samples.sequence_name(sequence)}: the teacher has no finite log-prob of token "
+            f"{token - samples.offsets[sequence]}. Check the teacher's weights"
+        )
     added = samples.advantages + config.distillation.coefficient * gains
     return samples.with_columns(advantages=added.astype(np.float32))
 
@@ -293,11 +300,15 @@ def teacher_gains(samples: TrainingSamples) -> np.ndarray:
 def compared_with_teacher(samples: TrainingSamples) -> np.ndarray:
     """Return which tokens policy and teacher predict from the same context: bool [tokens].
 
-    They are the sampled tokens. A spliced token was sampled in another context than the teacher sees.
+    They are the sampled tokens of sequences with a teacher. A spliced token was sampled in another
+    context than the teacher sees.
     """
-    if samples.is_off_policy is None:
-        return samples.loss_mask.copy()
-    return samples.loss_mask & ~samples.is_off_policy
+    compared = samples.loss_mask.copy()
+    if samples.is_off_policy is not None:
+        compared &= ~samples.is_off_policy
+    if samples.has_teacher is not None:
+        compared &= samples.has_teacher
+    return compared
 
 
 # -- generalized advantage estimation -------------------------------------------------------------

@@ -1,12 +1,12 @@
 """Conversion of trajectories to training samples. Pure functions."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
-from megatron_gptoss.samples import ROUTES, TrainingSamples
+from megatron_gptoss.samples import NO_TEACHER, ROUTES, TrainingSamples
 from rl_loop.algorithms.config import AlgorithmConfig
 from rl_loop.data.trajectory import Trajectory, TrajectoryGroup
 
@@ -16,7 +16,10 @@ class OffPolicyError(RuntimeError):
 
 
 def to_samples(
-    groups: Sequence[TrajectoryGroup], config: AlgorithmConfig, version: int
+    groups: Sequence[TrajectoryGroup],
+    config: AlgorithmConfig,
+    version: int,
+    teacher_of_source: Mapping[str, int] | None = None,
 ) -> TrainingSamples:
     """Lay the sequences of all trajectories end to end, in order, without advantages.
 
@@ -24,6 +27,8 @@ def to_samples(
         groups: episodes of a step.
         config: the algorithm.
         version: weight version of the trainer.
+        teacher_of_source: index of the teacher by task source, or NO_TEACHER. None if the only
+            teacher scores all sequences.
 
     Raises:
         OffPolicyError: the algorithm is on-policy and older weights sampled a token, or the weight
@@ -39,7 +44,20 @@ def to_samples(
     # Losses that average over episodes need to know the sequences of each one.
     counts = [len(trajectory.sequences) for trajectory in trajectories]
     group_counts = [len(group.sequences) for group in groups]
-    return replace(samples, episodes=_numbered(counts), groups=_numbered(group_counts))
+    samples = replace(samples, episodes=_numbered(counts), groups=_numbered(group_counts))
+    if teacher_of_source is None:
+        return samples
+    # A source without an entry raises KeyError, so that no other teacher scores its tokens.
+    teachers = np.array([teacher_of_source[group.source] for group in groups], dtype=np.int64)
+    return _with_teachers(samples, np.repeat(teachers, group_counts))
+
+
+def _with_teachers(samples: TrainingSamples, teachers: np.ndarray) -> TrainingSamples:
+    """Return the samples with the teacher of each sequence, int64 [samples]."""
+    samples = replace(samples, teachers=teachers)
+    if (teachers != NO_TEACHER).all():
+        return samples
+    return samples.with_columns(has_teacher=np.repeat(teachers != NO_TEACHER, samples.lengths))
 
 
 def _numbered(counts: Sequence[int]) -> np.ndarray:

@@ -264,6 +264,8 @@ class TrajectoryGroup:
     infrastructure failures or with an unusable prompt."""
     invalid: list[Trajectory] = field(default_factory=list)
     """Episodes that infrastructure failures ended."""
+    source: str = ""
+    """Name of the task's source in ``tasks.sources``."""
     skipped: str | None = None
     """Reason why no episode was run: the prompt is too long or cannot be rendered. None if episodes
     were run."""

@@ -38,6 +38,8 @@ class Task:
     """Name in ``registry.ENVIRONMENTS``, or MODULE:CLASS."""
     metadata: dict[str, Any] = field(default_factory=dict)
     """Further data for the environment. The evaluation's table has a row per "category"."""
+    source: str = ""
+    """Name in ``tasks.sources``, which the task source sets."""
 
     def to_json(self) -> str:
         """Return the task as one line of a task file."""

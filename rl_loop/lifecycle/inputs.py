@@ -49,8 +49,8 @@ TOOL_SERVERS = "options.servers"
 """Option with tool servers, whose scripts are inputs."""
 WEIGHTS = ("initial_weights", "initial_adapter")
 """Keys of the policy's weights."""
-TEACHERS = {"sft": "loss.teacher", "rl": "algorithm.distillation.teacher"}
-"""Key of a teacher's weights, by the kind of run."""
+TEACHERS = ("loss.teacher", "algorithm.distillation.teacher")
+"""Beginnings of the keys of teachers' weights."""
 
 
 @dataclass(frozen=True)
@@ -141,7 +141,7 @@ def from_json(content: Mapping[str, Any]) -> dict[str, RunInput]:
 
 
 def _read_input(key: str, path: str) -> RunInput:
-    if key in (*WEIGHTS, *TEACHERS.values()):
+    if key in WEIGHTS or key.startswith(TEACHERS):
         directory = resolved_weights(Path(path))
         return RunInput(os.path.abspath(directory), weights_digest(directory))
     if key == "tokenizer":

@@ -15,7 +15,6 @@ from rl_loop.config.every_run import RunConfig
 from rl_loop.config.load import dump_config, read_yaml
 from rl_loop.config.run import RlConfig, SftConfig
 from rl_loop.lifecycle.inputs import (
-    TEACHERS,
     TOOL_SERVERS,
     WEIGHTS,
     RunInput,
@@ -53,12 +52,10 @@ def input_paths(config: RunConfig) -> dict[str, str]:
     # Other vocabularies depend on no tokenizer of the weights.
     if config.vocabulary == "tokenizer":
         paths["tokenizer"] = tokenizer_directory(config.tokenizer_source)
-    paths |= task_input_paths(config.tasks)
+    paths |= task_input_paths(config.tasks) | config.teacher_paths
     if isinstance(config, SftConfig):
         paths |= data_input_paths("data", config.data)
-        paths[TEACHERS["sft"]] = config.teacher
     if isinstance(config, RlConfig):
-        paths[TEACHERS["rl"]] = config.teacher
         paths |= data_input_paths("vocabulary_data", config.vocabulary_data)
     return {key: str(path) for key, path in paths.items() if path is not None}
 

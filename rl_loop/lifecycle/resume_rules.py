@@ -227,6 +227,7 @@ RULES: dict[str, ResumeRule] = {
     "algorithm.distillation.loss.type": LEARNING,
     # Compared by content, not by path.
     "algorithm.distillation.teacher": FILES,
+    "algorithm.distillation.teachers": FILES,
     # Every step reserves the numbers of all its rounds, so seeds and tasks would shift.
     "algorithm.dynamic_sampling_rounds": _rejected(DATA),
     "algorithm.entropy_bonus": LEARNING,

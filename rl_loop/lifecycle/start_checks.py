@@ -31,7 +31,6 @@ from rl_loop.harmony.o200k import ensure_o200k
 from rl_loop.lifecycle.address_checks import check_endpoint, check_ray_address
 from rl_loop.lifecycle.disk_checks import check_disk, check_writable, disk_need
 from rl_loop.lifecycle.error_hints import how_to_make, how_to_make_weights
-from rl_loop.lifecycle.inputs import TEACHERS
 from rl_loop.lifecycle.store_size import (
     WEIGHT_COPIES,
     StoreNeed,
@@ -82,8 +81,8 @@ def check_run_requirements(config: RunConfig, has_own_ray: bool = False) -> None
         check_weights("initial_weights", config.initial_weights, config.model)
     if config.initial_adapter is not None and config.adapter is not None:
         check_initial_adapter(config.initial_adapter, config.adapter, config.model)
-    if config.teacher is not None:
-        check_teacher(config.teacher, config)
+    for key, teacher in config.teacher_paths.items():
+        check_teacher(key, teacher, config)
     # A resumed run loads this checkpoint. A new run has no checkpoint, so the check passes.
     check_newest_checkpoint(RunDirectory(config.directory))
 
@@ -222,15 +221,19 @@ def _tiny_tokens(config: RunConfig) -> dict[str, int]:
         return text_tokens(Path(scratch))
 
 
-def check_teacher(teacher: Path, config: RunConfig) -> None:
+def check_teacher(key: str, teacher: Path, config: RunConfig) -> None:
     """Check that a directory has a teacher for the configured model.
+
+    Args:
+        key: configuration key of the teacher, for messages.
+        teacher: directory.
+        config: configuration of the run.
 
     Raises:
         StartError: the weights are missing or incomplete, the vocabulary is another one, or the
             teacher does not fit the layout of the policy.
         TokenizerError: a tokenizer cannot be read.
     """
-    key = TEACHERS["sft" if isinstance(config, SftConfig) else "rl"]
     try:
         model = read_model(teacher)
     except ValueError as error:
@@ -246,6 +249,13 @@ def check_teacher(teacher: Path, config: RunConfig) -> None:
         raise StartError(
             f"{key}: {teacher} has {model.vocab_size} token ids, but model.vocab_size is "
             f"{config.model.vocab_size}. Use a teacher with the vocabulary of the model"
+        )
+
+    if isinstance(config, RlConfig) and config.rollout.max_episode_tokens > model.max_length:
+        raise StartError(
+            f"{key}: {teacher} takes at most {model.max_length} tokens, but "
+            f"rollout.max_episode_tokens is {config.rollout.max_episode_tokens}. Lower it, or use "
+            "another teacher"
         )
 
     own = tokenizer_directory(config.tokenizer_source)

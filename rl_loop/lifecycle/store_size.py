@@ -204,6 +204,9 @@ def _rank_bytes(rollout: RolloutConfig, algorithm: AlgorithmConfig) -> int:
         unused.add("staleness")
     if rollout.purification is None:
         unused.add("is_off_policy")
+    distillation = algorithm.distillation
+    if distillation is None or None not in distillation.teachers.values():
+        unused.add("has_teacher")
 
     # Steps with an evaluation are also scored without routing replay.
     if algorithm.routing_replay != "none":

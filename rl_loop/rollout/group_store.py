@@ -147,6 +147,7 @@ class GroupStore:
                         "number": number,
                         "version": version,
                         "task_id": group.task_id,
+                        "source": group.source,
                         "trajectories": _write(group.trajectories, str(number), write),
                     }
                 )
@@ -233,6 +234,7 @@ def _plain(value: Any) -> Any:
 def _read_group(described: dict[str, Any], arrays: Mapping[str, np.ndarray]) -> TrajectoryGroup:
     return TrajectoryGroup(
         task_id=described["task_id"],
+        source=described["source"],
         trajectories=_read(described["trajectories"], str(described["number"]), arrays),
     )
 

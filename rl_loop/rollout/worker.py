@@ -134,7 +134,7 @@ class RolloutWorker:
                 sequence.expected_answer = task.ground_truth or None
         valid = [episode for episode in episodes if episode.invalid is None]
         invalid = [episode for episode in episodes if episode.invalid is not None]
-        return TrajectoryGroup(task.task_id, valid, invalid)
+        return TrajectoryGroup(task.task_id, valid, invalid, task.source)
 
     async def run_group_and_store_routes(
         self, task: Task, seeds: tuple[int, ...], temperature: float, *, purify: bool = False

@@ -350,7 +350,7 @@ class TaskSource:
             TaskFileError: if ATTEMPTS generated tasks in a row cannot be used.
         """
         if self._data is not None:
-            return self._data.task_at(self.find_place(index))
+            return replace(self._data.task_at(self.find_place(index)), source=self.name)
 
         for attempt in range(ATTEMPTS):
             # A retry uses an index far above the indices of other tasks, so that no task occurs twice.
@@ -378,7 +378,10 @@ class TaskSource:
         except (NotImplementedError, InvalidRowError) as error:
             raise TaskFileError(f"tasks.sources.{self.name}: {error}") from None
         return replace(
-            task, task_id=f"{self.name}-{split}-{index}", environment=self.config.environment
+            task,
+            task_id=f"{self.name}-{split}-{index}",
+            environment=self.config.environment,
+            source=self.name,
         )
 
     def _has_allowed_pass_rate(self, data: TaskData, limits: PassRateConfig) -> list[bool]:

@@ -16,7 +16,9 @@ from rl_loop.environments.registry import environment_class
 from rl_loop.harmony.conversation import prompt_messages
 
 REQUIRED = ("task_id", "messages", "ground_truth")
-KEYS = tuple(field.name for field in dataclasses.fields(Task))
+SET_BY_SOURCE = ("source",)
+"""Fields of a task that no row has."""
+KEYS = tuple(field.name for field in dataclasses.fields(Task) if field.name not in SET_BY_SOURCE)
 
 
 class TaskFileError(UserError, ValueError):
@@ -165,7 +167,8 @@ class TaskData:
             return None
         # As for generated tasks: a class does not know the name that the source gives it.
         # Environments of users get the checks of files, too.
-        return checked_task(vars(made) | {"environment": self._name}, self._name)
+        row = {key: getattr(made, key) for key in KEYS}
+        return checked_task(row | {"environment": self._name}, self._name)
 
     def _where(self, number: int) -> str:
         return f"{self._place}, {self._unit()} {self._line(number)}"

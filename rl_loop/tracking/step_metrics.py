@@ -20,7 +20,10 @@ from rl_loop.tracking.metrics import MetricName, StepMetrics
 PER_TOKEN = ("entropy", "clip_fraction", "ratio/", "correction/", "kl_reference", LOSS_METRICS)
 """Name prefixes of sums over all loss tokens."""
 
-USED_SUMS = ("loss", "tokens", "comparable", "sequences", "routes_agreeing", "routes_compared")
+USED_SUMS = (
+    *("loss", "tokens", "comparable", "teacher_tokens", "sequences"),
+    *("routes_agreeing", "routes_compared"),
+)
 """Sums of the policy's update that are divisors, or are plotted under another name."""
 
 SPEEDS = ("tokens_per_second_per_gpu", "tflops_per_gpu", "mfu")
@@ -227,8 +230,10 @@ def _add_policy_update(metrics: StepMetrics, update: StepStatistics) -> None:
         if name == "mismatch/log_perplexity_gap_mean":
             metrics.add_mean(name, total, sums["sequences"], "sequences")
         # Spliced tokens are not compared, so the divisor is smaller.
-        elif name.startswith(("mismatch/", "distillation/")):
+        elif name.startswith("mismatch/"):
             metrics.add_mean(name, total, sums["comparable"], "tokens")
+        elif name.startswith("distillation/"):
+            metrics.add_mean(name, total, sums["teacher_tokens"], "tokens")
         elif name.startswith(PER_TOKEN):
             metrics.add_mean(name, total, sums["tokens"], "tokens")
         elif name not in USED_SUMS and not name.startswith(STALENESS_CLASSES):

@@ -20,6 +20,7 @@ from rl_loop.data.tensor_bytes import StoredTensors
 from rl_loop.trainer.rank_inputs import SCORED_COLUMNS, RankInputStore
 from rl_loop.trainer.rank_state import RankPosition, ResumedState
 from rl_loop.trainer.step_plan import StepPlan, plan_step
+from rl_loop.trainer.teacher_plan import plan_teachers
 from rl_loop.trainer.token_results import gather_tokens
 from rl_loop.trainer.weight_export import WeightExport
 from rl_loop.weight_sync.source import WeightSender
@@ -173,7 +174,10 @@ class TrainerGroup:
     def compute_estimates(self, samples: TrainingSamples) -> dict[str, np.ndarray]:
         """Compute the columns ``AlgorithmConfig.estimates``, float32 [tokens] each."""
         plan = self._plan(samples)
-        inputs = self._inputs.store(samples, plan, self._estimated_from)
+        teachers = None
+        if self._objective.compares_sampled_tokens:
+            teachers = plan_teachers(samples, plan, self._settings)
+        inputs = self._inputs.store(samples, plan, self._estimated_from, teachers)
         results: list[dict[str, np.ndarray]] = self._on_ranks(
             "compute_estimates", inputs, self._result_ranks
         )
@@ -199,7 +203,10 @@ class TrainerGroup:
     def rl_step(self, samples: TrainingSamples, step: int) -> RlUpdates:
         """Take ``algorithm.mini_batches`` optimizer steps with critic and policy."""
         plan = self._plan(samples, self._objective.mini_batches)
-        inputs = self._inputs.store(samples, plan)
+        teachers = None
+        if self._objective.divergence is not None:
+            teachers = plan_teachers(samples, plan, self._settings)
+        inputs = self._inputs.store(samples, plan, teachers=teachers)
         # Rank 0 returns the statistics, even if it is not on the last pipeline stage.
         result_ranks = sorted({0, *self._result_ranks})
         results = self._on_ranks("rl_step", inputs, result_ranks, step)
@@ -223,7 +230,7 @@ class TrainerGroup:
 
     def teacher_score(self, samples: TrainingSamples) -> np.ndarray | None:
         """Compute the log-probs of the teacher, as ``score`` does. None without a teacher."""
-        if self._settings.teacher is None:
+        if not self._settings.teachers:
             return None
         plan = self._plan(samples)
         inputs = self._inputs.store(samples, plan, SCORED_COLUMNS)

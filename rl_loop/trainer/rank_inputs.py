@@ -18,6 +18,7 @@ from megatron_gptoss.prefix_tree import PrefixSharing
 from megatron_gptoss.samples import ROUTES, TrainingSamples
 from megatron_gptoss.token_columns import INPUT_COLUMNS, TOKEN_COLUMNS
 from rl_loop.trainer.step_plan import RankMiniBatch, StepPlan, load_routes
+from rl_loop.trainer.teacher_plan import RankTeachers
 
 SCORED_COLUMNS = (*INPUT_COLUMNS, ROUTES)
 """Columns that a forward pass of the policy without a loss needs."""
@@ -45,6 +46,14 @@ class RankInputs:
     mini_batches: list[RankMiniBatch]
     sharing: PrefixSharing | None = None
     """Tokens that the sequences of a micro-batch share. None if they share none."""
+    teachers: RankTeachers | None = None
+    """Passes of the teachers. None if the only teacher scores the micro-batches of the pass."""
+
+    @cached_property
+    def input_samples(self) -> TrainingSamples:
+        """All samples of the rank, with INPUT_COLUMNS only."""
+        samples: TrainingSamples = _load([self.inputs])[0]
+        return samples
 
     @cached_property
     def samples(self) -> TrainingSamples:
@@ -114,7 +123,11 @@ class RankInputStore:
         self._last_inputs: list[Any] = []
 
     def store(
-        self, samples: TrainingSamples, plan: StepPlan, columns: Sequence[str] | None = None
+        self,
+        samples: TrainingSamples,
+        plan: StepPlan,
+        columns: Sequence[str] | None = None,
+        teachers: Sequence[RankTeachers] | None = None,
     ) -> list[Any]:
         """Store RankInputs for each data-parallel rank, and return their references.
 
@@ -122,6 +135,7 @@ class RankInputStore:
             samples: all samples.
             plan: distribution of the samples.
             columns: names of the columns that the pass needs. All by default.
+            teachers: passes of the teachers on each rank. None for one teacher or none.
         """
         inputs = self._store_inputs(samples, plan)
         others = [
@@ -146,6 +160,7 @@ class RankInputStore:
                 routed_experts=None if routes is None else [routes[i] for i in sequences],
                 mini_batches=plan.build_mini_batches(rank, loss_tokens, samples.episodes),
                 sharing=None if plan.prefixes is None else plan.prefixes.sharing,
+                teachers=None if teachers is None else teachers[rank],
             )
             stored.append(self._store(rank_inputs))
         return stored

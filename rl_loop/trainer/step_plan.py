@@ -213,33 +213,62 @@ def plan_step(samples: TrainingSamples, settings: TrainerConfig, mini_batches: i
     Raises:
         ValueError: a sequence is longer than a micro-batch may be. The message names it.
     """
-    # Cached, because many sequences have the same length and counting visits all layers.
-    work = cache(lambda length: forward_flops(settings.model, [length]))
     sharing = settings.training.prefix_sharing
     digests = None if sharing is None else _route_digests(samples)
     plans = []
     route_conflicts = 0
     for sequences in _deal(samples, mini_batches, keep_groups=sharing is not None):
-        prefixes = None
-        if sharing is not None:
-            prefixes, conflicts = _sorted_prefixes(samples, sequences, sharing, digests)
-            route_conflicts += conflicts
-        plan = schedule(
-            samples.lengths[sequences],
-            settings.training.max_tokens_per_micro_batch,
-            settings.parallel.data,
-            work,
-            settings.parallel.micro_batch_multiple,
-            names=[samples.sequence_name(i) for i in sequences],
-            prefixes=prefixes,
-            min_shared=1 if sharing is None else sharing.min_shared,
+        plan, conflicts = schedule_sequences(
+            samples, sequences, settings, settings.parallel.data, digests
         )
+        route_conflicts += conflicts
         plans.append(MiniBatchPlan(sequences, plan))
 
     planned = None
     if sharing is not None:
         planned = PlannedPrefixes(sharing, samples.token_ids, digests is not None, route_conflicts)
     return StepPlan(samples.offsets, settings.parallel.data, mini_batches, plans, planned)
+
+
+def schedule_sequences(
+    samples: TrainingSamples,
+    sequences: Sequence[int],
+    settings: TrainerConfig,
+    ranks: int,
+    digests: Sequence[np.ndarray] | None = None,
+) -> tuple[MicroBatchSchedule, int]:
+    """Distribute some sequences over ranks and micro-batches.
+
+    Args:
+        samples: all samples.
+        sequences: indices of the sequences. The schedule has indices in this list.
+        settings: settings of the trainer.
+        ranks: number of data-parallel ranks.
+        digests: digests of the routes of all samples. None to ignore routes.
+
+    Returns:
+        The schedule, and the number of inputs with unequal routes only.
+
+    Raises:
+        ValueError: a sequence is longer than a micro-batch may be. The message names it.
+    """
+    # Cached, because many sequences have the same length and counting visits all layers.
+    work = cache(lambda length: forward_flops(settings.model, [length]))
+    sharing = settings.training.prefix_sharing
+    prefixes, conflicts = None, 0
+    if sharing is not None:
+        prefixes, conflicts = _sorted_prefixes(samples, sequences, sharing, digests)
+    plan = schedule(
+        samples.lengths[sequences],
+        settings.training.max_tokens_per_micro_batch,
+        ranks,
+        work,
+        settings.parallel.micro_batch_multiple,
+        names=[samples.sequence_name(i) for i in sequences],
+        prefixes=prefixes,
+        min_shared=1 if sharing is None else sharing.min_shared,
+    )
+    return plan, conflicts
 
 
 def _deal(

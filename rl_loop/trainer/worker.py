@@ -45,12 +45,13 @@ from rl_loop.data.rollout_batch import RlUpdates
 from rl_loop.data.tensor_bytes import TensorBytes
 from rl_loop.process_memory import exempt_from_collection
 from rl_loop.trainer.gathered_export import export_weights
-from rl_loop.trainer.initial_model import build_initial_model, build_teacher
+from rl_loop.trainer.initial_model import build_initial_model
 from rl_loop.trainer.memory_metrics import max_over_ranks, memory_metrics
 from rl_loop.trainer.rank_inputs import RankInputs
 from rl_loop.trainer.rank_state import RankPosition, ResumedState
 from rl_loop.trainer.run_checkpoints import RunCheckpoints
 from rl_loop.trainer.step_plan import RankMiniBatch
+from rl_loop.trainer.teachers import Teachers
 from rl_loop.trainer.token_results import take_tokens
 from rl_loop.trainer.weight_export import WeightExport
 from rl_loop.weight_sync.gather import send_gathered
@@ -109,9 +110,7 @@ class TrainerWorker:
             self.reference = LogProbScorer(build_initial_model(settings, settings.quantization))
         elif self.algorithm.kl and settings.initial_adapter is not None:
             self._reference_factors = copy_factors(self.model)
-        self.teacher: LogProbScorer | None = None
-        if settings.teacher is not None:
-            self.teacher = LogProbScorer(build_teacher(settings, settings.teacher))
+        self.teachers = Teachers(settings)
         self.critic: ValueTrainer | None = None
         if self.algorithm.critic:
             # Values are not sampled, so a critic's trained weights stay as they are.
@@ -201,18 +200,9 @@ class TrainerWorker:
         loss_tokens = int(mini_batch.loss_tokens.sum())
         loss = sft_objective(loss_tokens)
         if self.settings.distillation is not None:
-            self._add_teacher_columns(batches, self.settings.distillation.top_k)
+            self.teachers.add_columns([batches], inputs, self.settings.distillation.top_k)
             loss = distillation_objective(loss_tokens)
         return self._update(self.trainer, batches, loss, step)
-
-    def _add_teacher_columns(self, batches: Sequence[PackedBatch], k: int) -> None:
-        """Fill the columns of the teacher's k most likely tokens in the micro-batches."""
-        assert self.teacher is not None
-        with out_of_memory_explained(self.settings.memory_inputs):
-            tops = self.teacher.top_log_probs(batches, k, self.settings.training_temperature)
-        for batch, (ids, log_probs) in zip(batches, tops, strict=True):
-            batch.teacher_top_ids = ids
-            batch.teacher_top_log_probs = log_probs
 
     def compute_estimates(self, inputs: RankInputs) -> dict[str, np.ndarray]:
         """Compute ``AlgorithmConfig.estimates`` of this rank's sequences, float32 [tokens] each."""
@@ -222,7 +212,7 @@ class TrainerWorker:
         if self.algorithm.kl:
             columns["reference_log_probs"] = self._reference_log_probs(inputs)
         if self.algorithm.compares_sampled_tokens:
-            columns["teacher_log_probs"] = self.teacher_score(inputs)
+            columns["teacher_log_probs"] = self.teachers.log_probs(inputs)
         return columns
 
     def _reference_log_probs(self, inputs: RankInputs) -> np.ndarray:
@@ -264,7 +254,7 @@ class TrainerWorker:
         all_batches = [batch for _, batches in mini_batches for batch in batches]
         self._add_old_log_probs(all_batches)
         if self.algorithm.divergence is not None and all_batches:
-            self._add_teacher_columns(all_batches, self.algorithm.divergence.top_k)
+            self.teachers.add_columns(packed, inputs, self.algorithm.divergence.top_k)
         # A critic without training would give the policy arbitrary advantages.
         critic_only_steps = self.algorithm.critic.warmup_steps if self.algorithm.critic else 0
         for mini_batch, batches in mini_batches:
@@ -395,8 +385,7 @@ class TrainerWorker:
 
     def teacher_score(self, inputs: RankInputs) -> np.ndarray:
         """Return the log-probs of the teacher, as ``score`` does for the policy."""
-        assert self.teacher is not None
-        return self._score_with(self.teacher, inputs)
+        return self.teachers.log_probs(inputs)
 
     def greedy_tokens(self, inputs: RankInputs) -> np.ndarray:
         """Return the greedy token at each position of this rank's sequences: int64 [tokens].

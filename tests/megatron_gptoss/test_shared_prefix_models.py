@@ -168,7 +168,7 @@ def test_distillation_is_that_of_whole_sequences() -> None:
     samples = branching_samples(2)
     results = []
     for batch in (build_batch(samples), build_batch(samples, align=8, sharing=PrefixSharing(1))):
-        ids, log_probs = trainer.top_log_probs([batch], 5)[0]
+        ids, log_probs = next(trainer.top_log_probs([batch], 5))
         # A teacher that is not the policy.
         batch = replace(batch, teacher_top_ids=ids, teacher_top_log_probs=log_probs.double() - 0.3)
         loss = distillation_objective(int(samples.loss_tokens.sum()))

@@ -243,26 +243,28 @@ def test_student_approaches_the_teachers_distribution(
 
 
 def test_unsuitable_teachers_are_rejected_before_the_run(teacher: Path, tmp_path: Path) -> None:
-    check_teacher(teacher, load_distillation(teacher))
+    check_teacher("loss.teacher", teacher, load_distillation(teacher))
     with pytest.raises(StartError, match=r"loss\.teacher: .*absent has no config\.json"):
-        check_teacher(tmp_path / "absent", load_distillation(tmp_path / "absent"))
+        check_teacher("loss.teacher", tmp_path / "absent", load_distillation(tmp_path / "absent"))
 
     other = save(tmp_path / "other", dense_config().model_copy(update={"vocab_size": 512}), 0)
     with pytest.raises(StartError, match=r"has 512 token ids, but model\.vocab_size is 576"):
-        check_teacher(other, load_distillation(other))
+        check_teacher("loss.teacher", other, load_distillation(other))
 
     (teacher / "tokenizer.json").write_text('{"added_tokens": [], "model": {"vocab": {"a": 0}}}')
     (tmp_path / "tokenizer.json").write_text('{"added_tokens": [], "model": {"vocab": {"b": 0}}}')
     with pytest.raises(StartError, match="have different tokens"):
-        check_teacher(teacher, load_distillation(teacher, f"tokenizer={tmp_path}"))
+        check_teacher("loss.teacher", teacher, load_distillation(teacher, f"tokenizer={tmp_path}"))
     (teacher / "tokenizer.json").unlink()
 
     # Options of experts and of the backward pass are ignored for a dense teacher.
     options = "parallel={world_size: 4, tensor: 2, expert: 4, recompute: [moe_act]}"
-    check_teacher(teacher, load_distillation(teacher, options, "dtype=bf16"))
+    check_teacher("loss.teacher", teacher, load_distillation(teacher, options, "dtype=bf16"))
     deep = save(tmp_path / "deep", dense_config().model_copy(update={"num_layers": 3}), 0)
     with pytest.raises(StartError, match=r"not fit the layout: parallel\.pipeline"):
-        check_teacher(deep, load_distillation(deep, "parallel={world_size: 2, pipeline: 2}"))
+        check_teacher(
+            "loss.teacher", deep, load_distillation(deep, "parallel={world_size: 2, pipeline: 2}")
+        )
     with pytest.raises(ConfigError, match=r"loss\.top_k \(577\) exceeds model\.vocab_size"):
         load_distillation(teacher, "loss.top_k=577")
     with pytest.raises(ConfigError, match=r"loss\.teacher"):
@@ -296,9 +298,7 @@ def distil(settings: SftConfig, rank: int, port: int) -> dict[str, Any]:
         )
         batches = local_batches(data, 64, settings.parallel)
         columns: dict[int, Any] = {}
-        teacher = ranks._worker.teacher
-        assert teacher is not None
-        tops = teacher.top_log_probs(batches, 8)
+        tops = ranks._worker.teachers.scorers[0].top_log_probs(batches, 8)
         for batch, (ids, log_probs) in zip(batches, tops, strict=True):
             both = torch.cat([ids.double(), log_probs.double()], dim=1)
             columns |= unpack(both, batch)

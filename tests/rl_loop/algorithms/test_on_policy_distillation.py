@@ -11,10 +11,6 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from converters.hf_directory import write_hf_directory
-from converters.names import hf_shapes
-from converters.random_weights import random_hf_weights
-from megatron_gptoss.config import ModelConfig
 from megatron_gptoss.packing import PackedBatch
 from megatron_gptoss.planning.activation_memory import scoring_memory, temporary_memory
 from megatron_gptoss.planning.state_memory import weight_memory
@@ -24,7 +20,7 @@ from rl_loop.algorithms.config import AlgorithmConfig, DistillationConfig
 from rl_loop.algorithms.distillation import forward_kl, jensen_shannon, reverse_kl
 from rl_loop.algorithms.objectives import policy_objective
 from rl_loop.config.errors import ConfigError, StartError
-from rl_loop.config.run import RlConfig
+from rl_loop.config.run import TEACHER_KEY, RlConfig
 from rl_loop.data.credit import assign_advantages
 from rl_loop.data.trajectory import Trajectory, TrajectoryGroup
 from rl_loop.lifecycle.start_checks import check_teacher
@@ -32,7 +28,7 @@ from rl_loop.tracking.metrics import StepMetrics
 from rl_loop.tracking.run_directory import read_training_steps
 from rl_loop.tracking.step_metrics import add_teacher_metrics
 from tests.support.in_process import local_loop
-from tests.support.rl_loop.algorithms import build_sample_batch
+from tests.support.rl_loop.algorithms import build_sample_batch, save_teacher
 from tests.support.rl_loop.small_config import config
 
 COEFFICIENT = 0.5
@@ -224,19 +220,10 @@ def test_settings_without_effect_are_refused(
 # ---- the loop
 
 
-def save_teacher(directory: Path, model: ModelConfig) -> Path:
-    """Write a teacher with random weights whose distributions are far from uniform."""
-    weights = random_hf_weights(model, 3)
-    names = hf_shapes(model)
-    tensors = ((name, weights(name) * (8 if name == "lm_head.weight" else 1)) for name in names)
-    write_hf_directory(directory, model, tensors)
-    return directory
-
-
 @pytest.fixture(scope="module")
 def teacher(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("models")
-    return save_teacher(directory / "teacher", config(directory).model)
+    return save_teacher(directory / "teacher", config(directory).model, seed=3)
 
 
 def distilling(directory: Path, teacher: Path, *overrides: str) -> RlConfig:
@@ -298,10 +285,10 @@ def test_reverse_kl_trains_the_policy_in_the_loop(tmp_path: Path, teacher: Path)
 
 
 def test_unsuitable_teacher_is_named_before_the_run(tmp_path: Path, teacher: Path) -> None:
-    check_teacher(teacher, distilling(tmp_path, teacher))
+    check_teacher(TEACHER_KEY, teacher, distilling(tmp_path, teacher))
     absent = tmp_path / "absent"
     with pytest.raises(StartError, match=r"algorithm\.distillation\.teacher: .*absent has no"):
-        check_teacher(absent, distilling(tmp_path, absent))
+        check_teacher(TEACHER_KEY, absent, distilling(tmp_path, absent))
 
 
 def test_plan_counts_the_teacher(tmp_path: Path, teacher: Path) -> None:

@@ -91,6 +91,7 @@ VALUES: dict[str, list[str]] = {
     "algorithm.critic": ["algorithm=ppo"],
     "algorithm.distillation.loss.type": ["algorithm.distillation.loss=reverse_kl"],
     "algorithm.distillation": ["algorithm.distillation={teacher: teachers/first}"],
+    "algorithm.distillation.teachers": ["algorithm.distillation.teachers={gsm8k: teachers/second}"],
     "training.max_tokens_per_micro_batch": ["training.max_tokens_per_micro_batch=512"],
 }  # fmt: skip
 """Overrides for keys whose other values are valid only in combination."""
@@ -251,10 +252,11 @@ def test_every_path_is_an_input(tmp_path: Path) -> None:
             *paths,
             *adapters,
             f"vocabulary_data={conversations}",
-            f"algorithm.distillation.teacher={tmp_path}",
+            "tasks.sources.t={environment: retool}",
+            f"algorithm.distillation={{teacher: {tmp_path}, teachers: {{t: {tmp_path}}}}}",
         ],
     )
-    inputs |= set(input_paths(rl))
+    inputs |= {key.removesuffix(".t") for key in input_paths(rl)}
     teacher = f"loss={{type: distillation, teacher: {tmp_path}}}"
     sft = load_config(
         CONFIGS / "sft/tiny_retool.yaml", SftConfig, [*paths, f"data={conversations}", teacher]

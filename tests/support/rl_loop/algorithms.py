@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import fields, replace
+from pathlib import Path
 from typing import Any
 
 import torch
 
+from converters.hf_directory import write_hf_directory
+from converters.names import hf_shapes
+from converters.random_weights import random_hf_weights
+from megatron_gptoss.config import ModelConfig
 from megatron_gptoss.packing import PackedBatch, build_batch
 from megatron_gptoss.samples import TrainingSamples
 from rl_loop.algorithms.choices import CispoLoss, GaeAdvantage, GspoLoss, PpoLoss
@@ -87,3 +92,12 @@ CONFIGS = {
     ),
     "critic": AlgorithmConfig(advantage=GaeAdvantage(), critic=CriticConfig()),
 }
+
+
+def save_teacher(directory: Path, model: ModelConfig, seed: int) -> Path:
+    """Write a teacher with random weights whose distributions are far from uniform."""
+    weights = random_hf_weights(model, seed)
+    names = hf_shapes(model)
+    tensors = ((name, weights(name) * (8 if name == "lm_head.weight" else 1)) for name in names)
+    write_hf_directory(directory, model, tensors)
+    return directory
