@@ -16,7 +16,7 @@ from megatron_gptoss.planning.flops import MATMUL_CEILING, training_flops
 from megatron_gptoss.planning.memory import worst_estimate
 from megatron_gptoss.planning.memory_advice import Hardware, describe_layout, layouts_that_fit
 from megatron_gptoss.planning.memory_inputs import MemoryInputs
-from megatron_gptoss.planning.step_time import StepTime, predict_step
+from megatron_gptoss.planning.step_time import StepTime, predict_scoring, predict_step
 from rl_loop.config.every_run import RunConfig
 from rl_loop.config.run import RlConfig, SftConfig
 from rl_loop.lifecycle.disk_checks import DiskNeed, format_size
@@ -190,6 +190,26 @@ def predict_update(
     )
 
 
+def scoring_seconds(inputs: MemoryInputs, sequences: int | None = None) -> float:
+    """Return the predicted seconds in which teachers score the sequences of an update.
+
+    Every sequence has one teacher, and all teachers have equally many sequences.
+
+    Args:
+        inputs: model, layout, teachers and batch.
+        sequences: see ``predict_update``.
+    """
+    if not inputs.teachers:
+        return 0.0
+    row = planned_row(inputs, None)
+    micro_batches = predict_update(inputs, sequences).micro_batches
+    total = sum(
+        predict_scoring(teacher, inputs.parallel.for_teacher(teacher), row.lengths, micro_batches)
+        for teacher in inputs.teachers
+    )
+    return total / len(inputs.teachers)
+
+
 def speed_notes(hardware: Hardware, made_for: float | None) -> list[str]:
     """Return notes on the hardware of a plan.
 
@@ -235,6 +255,8 @@ def step_plan(
     # Leave out parts that would be shown as 0.00.
     seconds = asdict(configured.step)
     parts = ", ".join(f"{name} {value:.2f}" for name, value in seconds.items() if value >= 0.005)
+    scoring = scoring_seconds(inputs, sequences)
+    teachers = [f"the teacher's scoring of these sequences: {scoring:.2f} s"] if scoring else []
     # A line of its own, because the layouts below are compared with whole sequences.
     sharing = [] if shared is None else [_sharing_line(inputs, configured, shared)]
     return "\n".join(
@@ -243,6 +265,7 @@ def step_plan(
             f"maximum {inputs.longest_sequence} tokens ({configured.tokens} tokens in "
             f"{configured.micro_batches} micro-batches per data-parallel rank): {configured} "
             f"({parts})",
+            *teachers,
             *sharing,
             *_layout_lines(inputs, configured, gigabytes),
         ]

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from statistics import fmean
 
 from launch.gpus import configured_hardware
-from launch.plan import MEASURED_GPU, predict_update
+from launch.plan import MEASURED_GPU, predict_update, scoring_seconds
 from launch.rollout_time import PROMPT_TOKENS, EpisodeLengths, ServerModel, simulate_rollout
 from megatron_gptoss.config import ModelConfig
 from megatron_gptoss.planning.memory_advice import Hardware
@@ -33,7 +33,7 @@ class LoopPrediction:
     """Bounds of the loop's speed, in seconds per step."""
 
     update_seconds: float
-    """Time of the trainer's update, without waiting for episodes."""
+    """Time of the trainer's update and of teachers' scoring, without waiting for episodes."""
     engine_seconds: float
     """Time of the engines for a step's episodes if their batches are always full.
 
@@ -46,6 +46,8 @@ class LoopPrediction:
 
     Prompts, tool outputs and sampled tokens count, as in the metric ``tokens_per_second``.
     """
+    scoring_seconds: float = 0.0
+    """Time of teachers' scoring, which ``update_seconds`` contains."""
 
     def step_seconds(self, staleness: int) -> float:
         """Return the predicted wall-clock time of a step."""
@@ -146,9 +148,12 @@ def predict_loop(
     if not engine.shares_trainer_gpus:
         gpus += engine.servers * engine.tensor_parallel
     seconds = fmean(result.seconds for result in results)
+    # The update was predicted with sequences of maximum length. Episodes have fewer tokens.
+    share = step_tokens / update.tokens
+    scoring = scoring_seconds(trainer) * share
     return LoopPrediction(
-        # The update was predicted with sequences of maximum length. Episodes have fewer tokens.
-        update_seconds=update.step.total * step_tokens / update.tokens,
+        update_seconds=update.step.total * share + scoring,
+        scoring_seconds=scoring,
         # A rollout cannot be faster than full batches. If the estimate for full batches is longer,
         # its averages are too pessimistic, so use the time of the simulation.
         engine_seconds=min(seconds, fmean(full_batches)),
@@ -232,12 +237,15 @@ def loop_plan(
         rates = f"{decoding_gpu} rates (rollout) and {MEASURED_GPU} rates (update)"
     step = f"a step at {rates} with {lengths} and {tool_seconds:g} s per tool call: "
 
+    scoring = ""
+    if prediction.scoring_seconds:
+        scoring = f" (teacher's scoring {prediction.scoring_seconds:.1f} s of it)"
     # Engines and trainer alternate on shared GPUs. Their work cannot overlap, so staleness is 0.
     if engine.shares_trainer_gpus:
         seconds = prediction.step_seconds(0)
         return (
             f"{step}{seconds:.1f} s, of which the rollout takes {prediction.rollout_seconds:.1f} s and "
-            f"the update {prediction.update_seconds:.1f} s, "
+            f"the update {prediction.update_seconds:.1f} s{scoring}, "
             f"{prediction.tokens_per_second(0):.0f} tokens/s/GPU; engines and trainer share GPUs "
             "and alternate (algorithm.max_staleness 0)"
         )
@@ -245,7 +253,7 @@ def loop_plan(
     fastest_staleness = prediction.fastest_staleness
     lines = [
         f"{step}engines {prediction.engine_seconds:.1f} s, rollout {prediction.rollout_seconds:.1f} s, update "
-        f"{prediction.update_seconds:.1f} s",
+        f"{prediction.update_seconds:.1f} s{scoring}",
         f"  {'max_staleness':>13}{'s/step':>10}{'speedup':>8}{'tokens/s/GPU':>14}"
         f"{'trainer idle':>14}{'engines idle':>14}  bound by",
     ]

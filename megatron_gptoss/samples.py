@@ -51,6 +51,9 @@ class TrainingSamples(TokenColumns[np.ndarray]):
     teachers: np.ndarray | None = None
     """int64 [n]: index of the teacher that scores each sequence, or NO_TEACHER. None if the only
     teacher scores all."""
+    teacher_views: "TrainingSamples | None" = None
+    """The sequences as their teachers see them, with INPUT_COLUMNS. A prompt may differ. All later
+    tokens, and the loss mask of these, are equal. None if teachers see the sequences themselves."""
     names: Sequence[str] = field(default=())
     """Names of the sequences in messages. Empty: "sample" and the index."""
 

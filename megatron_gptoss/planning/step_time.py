@@ -158,6 +158,34 @@ def predict_step(
     )
 
 
+def predict_scoring(
+    model: ModelConfig,
+    parallel: ParallelConfig,
+    lengths: Sequence[int],
+    micro_batches: int,
+) -> float:
+    """Predict the seconds of a forward pass of a frozen model, at the rates of ``predict_step``.
+
+    Args:
+        model: architecture.
+        parallel: layout of the model.
+        lengths: tokens of each sequence in a micro-batch.
+        micro_batches: micro-batches of each data-parallel rank.
+    """
+    sharers = parallel.tensor * parallel.context
+    stage_seconds = _forward_seconds(model, parallel, lengths, ())
+    slowest = max(stage_seconds)
+    layers = max(parallel.layers_of_stage(stage, model) for stage in range(parallel.pipeline))
+    local_tokens = sum(lengths) / sharers
+    # The other half of the exchanges belongs to backward passes.
+    exchanges = 0.5 * layers * _tensor_exchange_seconds(model, parallel, local_tokens)
+    if model.num_experts:
+        exchanges += 0.5 * layers * _expert_exchange_seconds(model, parallel, local_tokens)
+    bubble = (sum(stage_seconds) - slowest) / sharers + exchanges * (parallel.pipeline - 1)
+    per_micro_batch = slowest / sharers + exchanges
+    return micro_batches * per_micro_batch + bubble / parallel.virtual_pipeline
+
+
 def _forward_passes(
     model: ModelConfig,
     lengths: Sequence[int],

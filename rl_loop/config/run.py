@@ -222,6 +222,7 @@ class RlConfig(RunConfig):
     def _check_teachers(self) -> None:
         """Refuse sources without a teacher, unless they are meant to have none."""
         distillation = self.algorithm.distillation
+        self._check_hints()
         if distillation is None:
             return
         unknown = sorted(distillation.teachers.keys() - self.tasks.sources.keys())
@@ -250,6 +251,24 @@ class RlConfig(RunConfig):
                 f"{TEACHERS_KEY} is null for all sources. Set a teacher, or algorithm.distillation "
                 "to null."
             )
+
+    def _check_hints(self) -> None:
+        """Refuse hints that no teacher would see."""
+        distillation = self.algorithm.distillation
+        for name, source in self.tasks.sources.items():
+            if source.teacher_hint is None or source.weight == 0:
+                continue
+            key = f"tasks.sources.{name}.teacher_hint"
+            if distillation is None or distillation.of_source(name) is None:
+                raise ValueError(
+                    f"{key} is for a teacher, but the source has none. Set algorithm.distillation, or "
+                    "leave the hint out."
+                )
+            if environment_class(source.environment).uses_external_agent:
+                raise ValueError(
+                    f"{key} changes the prompt for the teacher, but an external agent writes the "
+                    "prompts of this environment. Leave the hint out."
+                )
 
     def _check_algorithm_needs(self) -> None:
         algorithm = self.algorithm

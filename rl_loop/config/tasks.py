@@ -41,6 +41,10 @@ class SourceConfig(StrictModel):
     columns: dict[str, str] = Field(default_factory=dict)
     """Column mapping {expected name: name in the data}, such as ``{question: problem, answer:
     solution}``. If set, other columns are ignored. If empty, the data has the expected names."""
+    teacher_hint: str | None = None
+    """Text after the prompt that only the teacher of ``algorithm.distillation`` sees, such as "The
+    answer is {ground_truth}.". {ground_truth} stands for the answer of the task, and {KEY} for an
+    entry of its metadata. null for none."""
     weight: float = Field(1.0, ge=0)
     """Share of the training tasks, relative to the other sources. 0 for evaluation only."""
     pass_rate: PassRateConfig | None = None

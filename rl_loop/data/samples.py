@@ -45,11 +45,32 @@ def to_samples(
     counts = [len(trajectory.sequences) for trajectory in trajectories]
     group_counts = [len(group.sequences) for group in groups]
     samples = replace(samples, episodes=_numbered(counts), groups=_numbered(group_counts))
+    samples = replace(samples, teacher_views=_teacher_views(samples, sequences))
     if teacher_of_source is None:
         return samples
     # A source without an entry raises KeyError, so that no other teacher scores its tokens.
     teachers = np.array([teacher_of_source[group.source] for group in groups], dtype=np.int64)
     return _with_teachers(samples, np.repeat(teachers, group_counts))
+
+
+def _teacher_views(
+    samples: TrainingSamples, sequences: Sequence[Trajectory]
+) -> TrainingSamples | None:
+    """Return the sequences as their teachers see them. None if all see the policy's prompt.
+
+    The tokens after the prompt are the very ids of the policy's sequence.
+    """
+    if all(sequence.teacher_prompt is None for sequence in sequences):
+        return None
+    views = []
+    for sequence, loss_mask in zip(sequences, samples.rows("loss_mask"), strict=True):
+        ids = sequence.token_ids
+        if sequence.teacher_prompt is not None:
+            prompt, start = sequence.teacher_prompt, sequence.turns[0].end
+            ids = np.concatenate([prompt, ids[start:]])
+            loss_mask = np.concatenate([np.zeros(len(prompt), np.bool_), loss_mask[start:]])
+        views.append({"token_ids": ids, "loss_mask": loss_mask})
+    return replace(TrainingSamples.join(views, names=samples.names), groups=samples.groups)
 
 
 def _with_teachers(samples: TrainingSamples, teachers: np.ndarray) -> TrainingSamples:

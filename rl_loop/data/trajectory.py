@@ -117,6 +117,8 @@ class Trajectory(TokenColumns[np.ndarray]):
     """Weight versions of the sampled tokens. Covers all sampled tokens, or none."""
     turns: list[Turn] = field(default_factory=list)
     """Parts of the trajectory, in order."""
+    teacher_prompt: np.ndarray | None = None
+    """int32: token ids that a teacher sees instead of the first turn. None if it sees the same."""
     routed_experts: np.ndarray | StoredRoutes | None = None
     """uint8 or int16 [len - 1, layers, top_k] (``megatron_gptoss.routes``): experts of every input
     token, which excludes the last one. A reference on the driver."""

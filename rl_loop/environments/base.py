@@ -40,6 +40,8 @@ class Task:
     """Further data for the environment. The evaluation's table has a row per "category"."""
     source: str = ""
     """Name in ``tasks.sources``, which the task source sets."""
+    teacher_hint: str | None = None
+    """Text that only a teacher sees, from ``tasks.sources.NAME.teacher_hint``. None for none."""
 
     def to_json(self) -> str:
         """Return the task as one line of a task file."""
@@ -272,6 +274,17 @@ class Environment:
         """
         return self.task.messages
 
+    def teacher_prompt(self) -> list[dict[str, Any]]:
+        """Return the first messages for a teacher, of a task with a ``teacher_hint``.
+
+        By default the hint follows the text of the last message. The tools are those of the policy.
+        """
+        *others, last = self.prompt()
+        content = last.get("content") or ""
+        hint = f"\n\n{self.task.teacher_hint}"
+        added = content + hint if isinstance(content, str) else [*content, _text_part(hint)]
+        return [*others, {**last, "content": added}]
+
     def prompt_ids(self) -> Sequence[int] | None:
         """Return the rendered prompt, which ends at the beginning of the assistant's turn.
 
@@ -456,6 +469,10 @@ class Environment:
     def reference_answer(self) -> str:
         """Return a correct answer as an agent would write it. It is never trained on."""
         return self.task.ground_truth
+
+
+def _text_part(text: str) -> dict[str, Any]:
+    return {"type": "text", "text": text}
 
 
 # ---- for ``from_record`` and ``call``

@@ -32,7 +32,11 @@ from rl_loop.rollout.episode import (
 from rl_loop.rollout.episode_clock import CallTime, OutOfTimeError
 from rl_loop.rollout.episode_draft import EpisodeDraft
 from rl_loop.rollout.observation import truncate_observation
-from rl_loop.tasks.episode_prompts import EpisodePromptRenderer, build_prompt
+from rl_loop.tasks.episode_prompts import (
+    EpisodePromptRenderer,
+    build_prompt,
+    build_teacher_prompt,
+)
 from rl_loop.threads import run_in_thread
 
 TOOL_PAUSES = (0.1, 1.0, 4.0)
@@ -142,6 +146,12 @@ class EpisodeRunner:
         renderer = EpisodePromptRenderer(self.codec, self.limits.max_episode_tokens)
         ids = await run_in_thread(renderer.render, self.draft.task_id, prompt)
         self.append("prompt", ids)
+
+        of_teacher = await self.guard.call_method(build_teacher_prompt, self.environment)
+        if of_teacher is not None:
+            teacher_ids = await run_in_thread(renderer.render, self.draft.task_id, of_teacher)
+            self.draft.teacher_prompt = teacher_ids
+            self.episode.reserved_tokens = max(0, len(teacher_ids) - len(ids))
 
     async def play(self) -> Trajectory:
         """Take turns until the episode ends."""

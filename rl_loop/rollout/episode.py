@@ -149,6 +149,8 @@ class Episode:
         """None while the episode takes turns."""
         self.sampled_tokens = 0
         """Sampled tokens in the turns that were kept."""
+        self.reserved_tokens = 0
+        """Tokens by which a teacher's prompt is longer, so that its sequence is not too long."""
         self._kept_turns = 0
         self._turns_in_flight = 0
         self._begun_turns = 0
@@ -248,7 +250,7 @@ class Episode:
         budgets = [
             TokenBudget.of(turn_limit, FinishReason.LENGTH, f"{turn_limit} tokens of a turn"),
             TokenBudget.of(
-                limits.max_episode_tokens - used,
+                limits.max_episode_tokens - used - self.reserved_tokens,
                 FinishReason.MAX_EPISODE_TOKENS,
                 f"{limits.max_episode_tokens} tokens",
             ),

@@ -18,6 +18,8 @@ class EpisodeDraft:
         self.task_id = task_id
         self.token_ids: list[int] = []
         """Prompt, turns of the policy, tool results and user messages."""
+        self.teacher_prompt: list[int] | None = None
+        """Prompt that a teacher sees instead. None if it sees that of the policy."""
         self.turns: list[Turn] = []
         self.spliced: list[tuple[int, int]] = []
         """Token ranges that were sampled in another context."""
@@ -109,6 +111,9 @@ class EpisodeDraft:
         for turn in self.turns:
             loss_mask[turn.start : turn.end] = turn.role == "assistant"
 
+        teacher_prompt = None
+        if self.teacher_prompt is not None:
+            teacher_prompt = np.array(self.teacher_prompt, dtype=np.int32)
         routes = None
         if with_routes and self._routes:
             routes = np.concatenate(self._routes)
@@ -119,6 +124,7 @@ class EpisodeDraft:
             rollout_log_probs=as_column("rollout_log_probs", self._log_probs, len(self), whose),
             weight_versions=self._weight_versions,
             turns=self.turns,
+            teacher_prompt=teacher_prompt,
             routed_experts=routes,
             tool_calls=self.tool_calls,
             tool_errors=self.tool_errors,

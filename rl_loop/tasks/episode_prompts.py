@@ -48,6 +48,15 @@ def build_prompt(environment: Environment) -> EpisodePrompt:
     )
 
 
+def build_teacher_prompt(environment: Environment) -> EpisodePrompt | None:
+    """Return the prompt that a teacher sees instead. None if it sees that of the policy."""
+    if environment.task.teacher_hint is None:
+        return None
+    return EpisodePrompt(
+        environment.teacher_prompt(), environment.tools(), environment.builtin_tools()
+    )
+
+
 class EpisodePromptRenderer:
     """Renderer of prompts that rejects prompts of ``max_tokens`` tokens or more."""
 

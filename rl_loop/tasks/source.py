@@ -2,6 +2,7 @@
 
 import logging
 import random
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import lru_cache
@@ -19,7 +20,12 @@ from rl_loop.environments.base import InvalidRowError, Split
 from rl_loop.harmony.conversation import content_text
 from rl_loop.infrastructure import describe
 from rl_loop.tasks.demonstrations import build_demonstrations
-from rl_loop.tasks.episode_prompts import EpisodePromptRenderer, UnusablePromptError, build_prompt
+from rl_loop.tasks.episode_prompts import (
+    EpisodePromptRenderer,
+    UnusablePromptError,
+    build_prompt,
+    build_teacher_prompt,
+)
 from rl_loop.tasks.evaluation_records import pass_rates, read_evaluation
 from rl_loop.tasks.task_file import TaskData, TaskFileError
 
@@ -27,6 +33,7 @@ logger = logging.getLogger(__name__)
 
 ATTEMPTS = 1000
 """Maximum number of generated tasks to try for a usable one: not held out and not too long."""
+NAME_IN_HINT = re.compile(r"\{(\w+)\}")
 NAMED_TASKS = 5
 """Maximum number of tasks that the warning about unusable tasks names."""
 
@@ -255,7 +262,9 @@ class TaskSource:
         """
         self._is_usable = is_usable
         self.held_out = [task for task in self.held_out if is_usable(task)]
-        mask = [True] if self._data is None else [is_usable(task) for task in self._data]
+        mask = [True]
+        if self._data is not None:
+            mask = [is_usable(self._trained(task)) for task in self._data]
         if not self.held_out or not any(mask):
             kind = "training" if self.held_out else "held-out"
             raise TaskFileError(
@@ -350,11 +359,11 @@ class TaskSource:
             TaskFileError: if ATTEMPTS generated tasks in a row cannot be used.
         """
         if self._data is not None:
-            return replace(self._data.task_at(self.find_place(index)), source=self.name)
+            return self._trained(self._data.task_at(self.find_place(index)))
 
         for attempt in range(ATTEMPTS):
             # A retry uses an index far above the indices of other tasks, so that no task occurs twice.
-            task = self._generate("train", index + (attempt << 32))
+            task = self._trained(self._generate("train", index + (attempt << 32)))
             if prompt_text(task) not in self._excluded and self._is_usable(task):
                 return task
         raise TaskFileError(
@@ -381,8 +390,26 @@ class TaskSource:
             task,
             task_id=f"{self.name}-{split}-{index}",
             environment=self.config.environment,
-            source=self.name,
         )
+
+    def _trained(self, task: Task) -> Task:
+        """Return a training task with its source and the hint for its teacher.
+
+        Raises:
+            TaskFileError: the task has no value for a name in the hint.
+        """
+        template = self.config.teacher_hint
+        if template is None:
+            return replace(task, source=self.name)
+        values = {**task.metadata, "ground_truth": task.ground_truth}
+        unknown = sorted(set(NAME_IN_HINT.findall(template)) - values.keys())
+        if unknown:
+            raise TaskFileError(
+                f"tasks.sources.{self.name}.teacher_hint: task {task.task_id} has no "
+                f"{', '.join(unknown)}. Known names: {', '.join(values)}"
+            )
+        hint = NAME_IN_HINT.sub(lambda name: str(values[name[1]]), template)
+        return replace(task, source=self.name, teacher_hint=hint)
 
     def _has_allowed_pass_rate(self, data: TaskData, limits: PassRateConfig) -> list[bool]:
         """Return a boolean per training task: True within the limits, or if it was not evaluated.
@@ -425,16 +452,20 @@ def _unusable_reason(task: Task, renderer: EpisodePromptRenderer) -> str | None:
         TaskFileError: if the environment cannot create its prompt.
     """
     try:
-        prompt = build_prompt(make_offline_environment(task))
+        environment = make_offline_environment(task)
+        prompt = build_prompt(environment)
+        of_teacher = build_teacher_prompt(environment)
     except Exception as error:
         raise TaskFileError(
             f"task {task.task_id}: its prompt cannot be created: {describe(error)}"
         ) from error
 
-    if renderer.fits_without_tokenizing(prompt):
+    prompts = [prompt] if of_teacher is None else [prompt, of_teacher]
+    if all(map(renderer.fits_without_tokenizing, prompts)):
         return None
     try:
-        renderer.render(task.task_id, prompt)
+        for each in prompts:
+            renderer.render(task.task_id, each)
     except UnusablePromptError as reason:
         return str(reason)
     return None

@@ -31,6 +31,8 @@ class RankTeachers:
     """Passes of all teachers over the sequences of one rank."""
 
     passes: list[TeacherPass]
+    views: TrainingSamples | None
+    """The rank's sequences as their teachers see them. None if teachers see the same tokens."""
     sharing: PrefixSharing | None
     """Tokens that the sequences of a micro-batch share. None if they share none."""
 
@@ -49,12 +51,14 @@ def plan_teachers(
         The passes of each data-parallel rank. None if the only teacher scores the micro-batches of
         ``plan``.
     """
-    if samples.teachers is None:
+    views = samples.teacher_views
+    if samples.teachers is None and views is None:
         return None
-    # Teachers choose their own experts.
-    samples = samples.without_routes()
     teachers = samples.teachers
-    assert teachers is not None
+    if teachers is None:
+        teachers = np.zeros(len(samples), np.int64)
+    # Teachers choose their own experts.
+    seen = samples.without_routes() if views is None else views
     rank_sequences = [plan.list_sequences(rank) for rank in range(plan.ranks)]
     rank_passes: list[list[TeacherPass]] = [[] for _ in rank_sequences]
     # Every rank takes part in every pass, because a model with experts communicates in each one.
@@ -62,12 +66,15 @@ def plan_teachers(
         micro_batches = []
         for sequences in rank_sequences:
             rows = [row for row, i in enumerate(sequences) if teachers[i] == teacher]
-            micro_batches.append(_micro_batches(samples, sequences, rows, settings))
+            micro_batches.append(_micro_batches(seen, sequences, rows, settings))
         count = max(map(len, micro_batches))
         for passes, own in zip(rank_passes, micro_batches, strict=True):
             passes.append(TeacherPass(teacher, own + [[]] * (count - len(own))))
     sharing = None if plan.prefixes is None else plan.prefixes.sharing
-    return [RankTeachers(passes, sharing) for passes in rank_passes]
+    return [
+        RankTeachers(passes, None if views is None else views.take(sequences), sharing)
+        for passes, sequences in zip(rank_passes, rank_sequences, strict=True)
+    ]
 
 
 def _micro_batches(

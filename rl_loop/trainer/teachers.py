@@ -8,6 +8,7 @@ import torch
 
 from megatron_gptoss.out_of_memory import out_of_memory_explained
 from megatron_gptoss.packing import PackedBatch, build_batch
+from megatron_gptoss.samples import TrainingSamples
 from megatron_gptoss.scorer import LogProbScorer, alignment
 from rl_loop.config.partial_configs import TrainerConfig
 from rl_loop.trainer.initial_model import build_teacher
@@ -46,7 +47,10 @@ class Teachers:
                 labels = row_values.float().cpu().numpy()
                 for row, own in zip(rows, _split(labels, inputs, rows), strict=True):
                     column[offsets[row]] = 0
-                    column[offsets[row] + 1 : offsets[row + 1]] = own
+                    column[offsets[row + 1] - len(own) : offsets[row + 1]] = own
+        if inputs.teachers.views is not None:
+            # Labels of a prompt that the teacher has not seen.
+            column[~inputs.samples.loss_mask] = np.nan
         return column
 
     def add_columns(
@@ -75,26 +79,28 @@ class Teachers:
             batch.teacher_top_log_probs = torch.full((len(batch.labels), k), torch.nan)
             label = 0
             for row in rows:
+                label += _label_count(inputs.samples, row)
                 places[row] = (batch, label)
-                label += _label_count(inputs, row)
         for scorer, taken, scored in self._passes(inputs):
             tops = self._top_log_probs(scorer, scored, k)
             for rows, (ids, log_probs) in zip(taken.micro_batches, tops, strict=True):
                 for row, own_ids, own_log_probs in zip(
                     rows, _split(ids, inputs, rows), _split(log_probs, inputs, rows), strict=True
                 ):
-                    batch, label = places[row]
-                    batch.column("teacher_top_ids")[label : label + len(own_ids)] = own_ids
-                    batch.column("teacher_top_log_probs")[label : label + len(own_ids)] = (
-                        own_log_probs
-                    )
+                    batch, end = places[row]
+                    labels = slice(end - len(own_ids), end)
+                    batch.column("teacher_top_ids")[labels] = own_ids
+                    batch.column("teacher_top_log_probs")[labels] = own_log_probs
+        if inputs.teachers.views is not None:
+            for batch in batches:
+                batch.column("teacher_top_log_probs")[~batch.loss_mask] = torch.nan
 
     def _passes(
         self, inputs: RankInputs
     ) -> Iterator[tuple[LogProbScorer, TeacherPass, list[PackedBatch]]]:
         """Yield the scorer, the plan and the micro-batches of every teacher with sequences."""
         assert inputs.teachers is not None
-        samples = inputs.input_samples
+        samples = inputs.teachers.views or inputs.input_samples
         for taken in inputs.teachers.passes:
             batches = [
                 build_batch(samples, rows, alignment(), rows, inputs.teachers.sharing)
@@ -109,17 +115,22 @@ class Teachers:
             yield from scorer.top_log_probs(batches, k, self._settings.training_temperature)
 
 
-def _label_count(inputs: RankInputs, row: int) -> int:
+def _label_count(samples: TrainingSamples, row: int) -> int:
     """Return the number of labels of a sequence. Its first token is not a label."""
-    offsets = inputs.samples.offsets
-    return int(offsets[row + 1] - offsets[row]) - 1
+    return int(samples.offsets[row + 1] - samples.offsets[row]) - 1
 
 
 def _split(values: Any, inputs: RankInputs, rows: Sequence[int]) -> list[Any]:
-    """Cut values per label, [labels, ...], into those of each sequence."""
+    """Cut the values of a teacher's micro-batch, [labels, ...], into those of each sequence.
+
+    A sequence gets at most the values of as many labels as the policy's sequence has. They are the
+    last ones, because sequences of policy and teacher have the same end.
+    """
+    assert inputs.teachers is not None
+    seen = inputs.teachers.views or inputs.samples
     parts, label = [], 0
     for row in rows:
-        count = _label_count(inputs, row)
-        parts.append(values[label : label + count])
-        label += count
+        label += _label_count(seen, row)
+        count = min(_label_count(seen, row), _label_count(inputs.samples, row))
+        parts.append(values[label - count : label])
     return parts
