@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
 from launch.cli import app
+from launch.plan import predict_update, scoring_seconds, step_plan
 from launch.rollout_plan import LoopPrediction, loop_plan, predict_loop
 from rl_loop.config.load import load_config
 from rl_loop.config.run import RlConfig
@@ -106,3 +108,38 @@ def test_no_prediction_for_alternating_or_unknown_engines() -> None:
     assert "alternate (algorithm.max_staleness 0)" in build_plan(colocated)
     embedded = load(CONFIGS / "rl/tiny_retool.yaml")
     assert build_plan(embedded) == ("rollouts: no prediction for engines of type embedded")
+
+
+def test_plan_predicts_the_time_of_the_teachers(tmp_path: Path) -> None:
+    """A teacher of the policy's size takes the forward third of the arithmetic, once per step."""
+    plain = load(ASYNC)
+    assert "teacher" not in build_plan(plain) + step_plan(plain.memory_inputs, 141)
+    for name, layers in (("same", 24), ("half", 12)):
+        teacher = plain.model.model_copy(
+            update={"num_layers": layers, "layer_types": plain.model.layer_types[:layers]}
+        )
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(json.dumps(teacher.to_hf_config()))
+    key = "algorithm.distillation"
+    of = {
+        name: load_config(ASYNC, RlConfig, [f"{key}.teacher={tmp_path / name}"])
+        for name in ("same", "half")
+    }
+    seconds = {name: scoring_seconds(each.memory_inputs) for name, each in of.items()}
+    step = predict_update(plain.memory_inputs).step
+    assert plain.parallel.pipeline == 1
+    assert seconds["same"] == pytest.approx(step.arithmetic / 3 + (step.experts + step.tensor) / 2)
+    assert 0.4 < seconds["half"] / seconds["same"] < 0.7
+
+    before, after = predict_loop(plain), predict_loop(of["same"])
+    assert after.update_seconds - before.update_seconds == pytest.approx(after.scoring_seconds)
+    assert f"(teacher's scoring {after.scoring_seconds:.1f} s of it)" in build_plan(of["same"])
+    shown = f"the teacher's scoring of these sequences: {seconds['same']:.2f} s"
+    assert shown in step_plan(of["same"].memory_inputs, 141)
+
+    # Each of two teachers scores half of the sequences.
+    sources = "tasks.sources={a: {environment: retool}, b: {environment: retool}}"
+    teachers = f"{{a: {tmp_path / 'same'}, b: {tmp_path / 'half'}}}"
+    both = load_config(ASYNC, RlConfig, [sources, f"{key}={{teachers: {teachers}}}"])
+    mean = (seconds["same"] + seconds["half"]) / 2
+    assert scoring_seconds(both.memory_inputs) == pytest.approx(mean)
