@@ -165,7 +165,7 @@ class TrainingSamples(TokenColumns[np.ndarray]):
 
         present = self.columns
         wanted = [name for name in present if columns is None or name in columns]
-        taken = {name: self.gather(name, sequences) for name in wanted}
+        taken: dict[str, Any] = {name: self.gather(name, sequences) for name in wanted}
 
         routes = None
         if self.routed_experts is not None and (columns is None or ROUTES in columns):

@@ -7,7 +7,7 @@ import copy
 import json
 import math
 from collections.abc import Awaitable, Generator, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from random import Random
 from typing import Any, ClassVar, Literal, Protocol
 
@@ -38,14 +38,16 @@ class Task:
     """Name in ``registry.ENVIRONMENTS``, or MODULE:CLASS."""
     metadata: dict[str, Any] = field(default_factory=dict)
     """Further data for the environment. The evaluation's table has a row per "category"."""
-    source: str = ""
-    """Name in ``tasks.sources``, which the task source sets."""
-    teacher_hint: str | None = None
+    # A task source sets these two. They are not a part of the problem.
+    source: str = field(default="", compare=False)
+    """Name in ``tasks.sources``."""
+    teacher_hint: str | None = field(default=None, compare=False)
     """Text that only a teacher sees, from ``tasks.sources.NAME.teacher_hint``. None for none."""
 
     def to_json(self) -> str:
         """Return the task as one line of a task file."""
-        return json.dumps(asdict(self))
+        values = asdict(self)
+        return json.dumps({each.name: values[each.name] for each in fields(self) if each.compare})
 
 
 @dataclass(frozen=True)

@@ -16,9 +16,7 @@ from rl_loop.environments.registry import environment_class
 from rl_loop.harmony.conversation import prompt_messages
 
 REQUIRED = ("task_id", "messages", "ground_truth")
-SET_BY_SOURCE = ("source", "teacher_hint")
-"""Fields of a task that no row has."""
-KEYS = tuple(field.name for field in dataclasses.fields(Task) if field.name not in SET_BY_SOURCE)
+KEYS = tuple(field.name for field in dataclasses.fields(Task) if field.compare)
 
 
 class TaskFileError(UserError, ValueError):

@@ -83,9 +83,12 @@ class Teachers:
                 places[row] = (batch, label)
         for scorer, taken, scored in self._passes(inputs):
             tops = self._top_log_probs(scorer, scored, k)
-            for rows, (ids, log_probs) in zip(taken.micro_batches, tops, strict=True):
+            for scored_rows, (ids, log_probs) in zip(taken.micro_batches, tops, strict=True):
                 for row, own_ids, own_log_probs in zip(
-                    rows, _split(ids, inputs, rows), _split(log_probs, inputs, rows), strict=True
+                    scored_rows,
+                    _split(ids, inputs, scored_rows),
+                    _split(log_probs, inputs, scored_rows),
+                    strict=True,
                 ):
                     batch, end = places[row]
                     labels = slice(end - len(own_ids), end)
