@@ -1,4 +1,4 @@
-"""Optional experiment trackers: Weights & Biases and MLflow.
+"""Optional experiment trackers: Weights & Biases, Trackio and MLflow.
 
 They receive the metrics of steps, the configuration, and some episodes as tables.
 """
@@ -75,6 +75,32 @@ class WandbTracker:
 
     def close(self) -> None:
         self._run.finish()
+
+
+class TrackioTracker(WandbTracker):
+    """Tracker for Trackio, which has the interface of Weights & Biases.
+
+    Trackio writes to a local directory, or to the server of TRACKIO_SERVER_URL or TRACKIO_SPACE_ID.
+    """
+
+    def __init__(self, run_name: str, config_yaml: str) -> None:
+        try:
+            import trackio
+        except ImportError:
+            raise ConfigError(
+                "TRACKIO_PROJECT is set, but trackio is not installed. Run pip install trackio, or "
+                "unset the variable"
+            ) from None
+        self._table = trackio.Table
+        self._run = trackio.init(
+            project=os.environ["TRACKIO_PROJECT"],
+            name=run_name,
+            resume="allow",
+            config=yaml.safe_load(config_yaml),
+            # Only the metrics of steps, as for the other trackers.
+            auto_log_gpu=False,
+            auto_log_cpu=False,
+        )
 
 
 class MlflowTracker:
@@ -194,7 +220,7 @@ def _leaves(tree: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
 def experiment_trackers(
     run_name: str, config_yaml: str, run: RunDirectory
 ) -> list[ExperimentTracker]:
-    """Create the trackers that WANDB_PROJECT and MLFLOW_TRACKING_URI enable.
+    """Create the trackers that WANDB_PROJECT, TRACKIO_PROJECT and MLFLOW_TRACKING_URI enable.
 
     Args:
         run_name: name of the run.
@@ -207,6 +233,8 @@ def experiment_trackers(
     trackers: list[ExperimentTracker] = []
     if "WANDB_PROJECT" in os.environ:
         trackers.append(WandbTracker(run_name, config_yaml))
+    if "TRACKIO_PROJECT" in os.environ:
+        trackers.append(TrackioTracker(run_name, config_yaml))
     if "MLFLOW_TRACKING_URI" in os.environ:
         trackers.append(MlflowTracker(run_name, config_yaml, run))
     return trackers

@@ -183,6 +183,7 @@ CASES: dict[str, tuple[list[str], dict[str, str], str]] = {
     "a Ray that lives": (["sft", SFT], {"RAY_ADDRESS": "127.0.0.1:1"}, "but no server answers there .*unset it"),
     "an address of Ray": (["sft", SFT], {"RAY_ADDRESS": "cluster"}, "RAY_ADDRESS is 'cluster', which is not HOST:PORT"),
     "wandb": (["sft", SFT], {"WANDB_PROJECT": "x"}, "WANDB_PROJECT is set, but wandb is not installed"),
+    "trackio": (["sft", SFT], {"TRACKIO_PROJECT": "x"}, "TRACKIO_PROJECT is set, but trackio is not installed"),
     "mlflow": (["sft", SFT], {"MLFLOW_TRACKING_URI": "x"}, "MLFLOW_TRACKING_URI is set, but mlflow is not installed"),
     "the vocabulary": (["sft", SFT], {"TIKTOKEN_ENCODINGS_BASE": "/none"}, "/none/o200k_base.tiktoken is missing"),
     "a directory to write in": (["sft", SFT, "output_dir=FILES/rows.jsonl"], {}, "Not a directory"),

@@ -1,13 +1,15 @@
-"""Metrics sent to Weights & Biases and MLflow.
+"""Metrics sent to Weights & Biases, Trackio and MLflow.
 
-The library of wandb is mocked, because it reports to its own service. MLflow is real, with its
-store in a directory, if it is installed: pip install mlflow-skinny.
+The library of wandb is mocked, because it reports to its own service. Trackio and MLflow are real,
+with their stores in a directory, if they are installed: pip install trackio mlflow-skinny.
 """
 
 from __future__ import annotations
 
 import json
 import logging
+import os
+import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -72,6 +74,49 @@ def test_wandb_gets_nested_config_metrics_by_step_and_a_table(
     assert (begun["id"], begun["resume"]) == ("tiny", "allow")
     row = [3, "train", "a-1", 0.5, "stop", "42", "[prompt] What?\n[assistant] 42"]
     assert logged == [(3, {"samples": (SAMPLE_COLUMNS, [row])}), (3, {"reward": 0.5}), (-1, {})]
+
+
+def test_trackio_gets_metrics_and_samples_over_a_resume(
+    config: RlConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("trackio")
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    monkeypatch.setenv("TRACKIO_PROJECT", "words")
+    # The package reads its variables when it is imported, so it runs in processes of its own.
+    code = f"""
+import sys
+from pathlib import Path
+from rl_loop.tracking.episode_table import SampleRow
+from rl_loop.tracking.experiment_trackers import experiment_trackers
+from rl_loop.tracking.run_directory import RunDirectory
+
+config = Path({str(tmp_path / "config.yaml")!r}).read_text()
+(tracker,) = experiment_trackers("tiny", config, RunDirectory(Path("none")))
+step = int(sys.argv[1])
+tracker.log_step(step, {{"reward": step / 4, "loss": float("nan")}})
+tracker.log_samples(step, [{SAMPLE!r}])
+tracker.close()
+"""
+    (tmp_path / "config.yaml").write_text(dump_config(config))
+    environment = {**os.environ, "TRACKIO_DIR": str(tmp_path / "store"), "HF_HUB_OFFLINE": "1"}
+    for step in (1, 2):
+        subprocess.run([sys.executable, "-c", code, str(step)], env=environment, check=True)
+    read = """
+import json
+import trackio
+from trackio.sqlite_storage import SQLiteStorage
+(run,) = trackio.Api().runs("words")
+logs = SQLiteStorage.get_logs("words", run.name)
+print(json.dumps([run.name, run.config["optimizer"]["lr"], logs]))
+"""
+    shown = subprocess.run(
+        [sys.executable, "-c", read], env=environment, check=True, capture_output=True, text=True
+    )
+    name, rate, history = json.loads(shown.stdout.splitlines()[-1])
+    assert (name, rate) == ("tiny", config.optimizer.lr)
+    rewards = {row["step"]: row["reward"] for row in history if "reward" in row}
+    assert rewards == {1: 0.25, 2: 0.5}
+    assert any("samples" in row for row in history)
 
 
 @pytest.fixture
