@@ -33,14 +33,23 @@ from rl_loop.data.response_check import check_sampled_by_policy
 from rl_loop.data.rollout_batch import RlUpdates, RolloutBatch
 from rl_loop.data.samples import to_samples
 from rl_loop.data.trajectory import TrajectoryGroup
-from rl_loop.environments import Task
 from rl_loop.infrastructure import InfrastructureOutageError
-from rl_loop.rollout.collector import RolloutCollector, TrainingRequests, held_out_requests
+from rl_loop.rollout.collector import (
+    HeldOutTasks,
+    RolloutCollector,
+    TrainingRequests,
+    TrainingTasks,
+    held_out_requests,
+)
 from rl_loop.rollout.group_store import FinishedGroups, GroupStore
 from rl_loop.rollout.group_stream import GroupRequest, GroupStream, RolloutsAbandoned
 from rl_loop.tracking.metrics import StepMetrics
 from rl_loop.tracking.recorder import StepRecord, StepRecorder
-from rl_loop.tracking.step_metrics import add_mismatch_without_replay, add_teacher_metrics
+from rl_loop.tracking.step_metrics import (
+    add_mismatch_without_replay,
+    add_shaping_metrics,
+    add_teacher_metrics,
+)
 from rl_loop.trainer.checkpointer import Checkpointer
 from rl_loop.weight_sync.canary import CanaryTolerance, SyncCheck, check_sync
 from rl_loop.weight_sync.source import WeightSource
@@ -105,15 +114,16 @@ class RolloutRunner(Protocol):
     def updating_weights(self, version: int) -> AbstractContextManager[None]: ...
 
 
-class RlTasks(Protocol):
+class RlTasks(TrainingTasks, HeldOutTasks, Protocol):
     """Training and held-out tasks: a TaskMixture."""
 
     unusable: list[str]
     """Reasons for tasks that were left out at the start, such as a prompt that is too long."""
 
-    def train(self, position: int, count: int) -> list[Task]: ...
+    @property
+    def selects_tasks(self) -> bool: ...
 
-    def held_out(self) -> list[Task]: ...
+    def add_groups(self, step: int, groups: Sequence[TrajectoryGroup]) -> None: ...
 
     def canary(self) -> list[int]: ...
 
@@ -362,6 +372,7 @@ class RlLoop:
         """Return the samples with an advantage for every sampled token."""
         limits = self.config.rollout
         with record.timed("prepare"):
+            add_shaping_metrics(record.metrics, rollouts.train, self.algorithm)
             return assign_advantages(
                 samples,
                 rollouts.train,
@@ -401,6 +412,9 @@ class RlLoop:
         """Write metrics and episodes, also of the evaluation, and count the tasks as used."""
         # An interrupted step begins again with the same tasks, so they count only here.
         self.state.next_task = rollouts.next_task
+        self.tasks.add_groups(self.state.step, [*rollouts.train, *(rollouts.replaced or [])])
+        if self.tasks.selects_tasks:
+            record.metrics.add("rollout/tasks_skipped", rollouts.skipped_tasks, "sum")
         record.metrics.add("tasks_left_out", len(self.tasks.unusable), "last")
         self.recorder.record_rl_step(record, rollouts, samples, updates)
 

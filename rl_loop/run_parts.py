@@ -32,8 +32,12 @@ def build_tasks(config: RunConfig) -> "TaskMixture":
     from rl_loop.tasks.codec import build_codec
     from rl_loop.tasks.source import TaskMixture
 
-    max_prompt_tokens = config.rollout.max_episode_tokens if isinstance(config, RlConfig) else None
-    return TaskMixture(config.tasks, build_codec(config), max_prompt_tokens)
+    codec = build_codec(config)
+    if not isinstance(config, RlConfig):
+        return TaskMixture(config.tasks, codec)
+    return TaskMixture(
+        config.tasks, codec, config.rollout.max_episode_tokens, config.algorithm.max_staleness
+    )
 
 
 def open_conversations(config: RunConfig) -> tuple["ChatCodec", "ConversationData"]:

@@ -26,6 +26,7 @@ from rl_loop.config.run import RlConfig
 from rl_loop.config.shipped import find_config, shipped_files
 from rl_loop.data.trajectory import Trajectory, TrajectoryGroup
 from rl_loop.environments import Task, make_offline_environment
+from rl_loop.run_parts import build_tasks
 from rl_loop.tracking.metrics import StepMetrics
 from rl_loop.tracking.step_metrics import add_rollout_metrics
 from scripts.reference import API, configuration_page
@@ -231,7 +232,7 @@ def test_reference_has_every_key_of_shipped_configurations() -> None:
 
 # ---- programs of pages, with their output
 
-PAGES_WITH_PROGRAMS = ("library.md", "hyperparameters.md", "design/algorithms.md")
+PAGES_WITH_PROGRAMS = ("library.md", "hyperparameters.md", "design/algorithms.md", "rewards.md")
 PROGRAMS = {
     page: re.findall(
         r"^```python\n(.*?)^```\n\n```\n(.*?)^```",
@@ -276,7 +277,13 @@ def test_programs_of_pages_print_the_shown_output(code: str, printed: str) -> No
 
 
 @pytest.mark.parametrize(
-    ("page", "least"), [("library.md", 7), ("hyperparameters.md", 1), ("design/algorithms.md", 4)]
+    ("page", "least"),
+    [
+        ("library.md", 7),
+        ("hyperparameters.md", 1),
+        ("design/algorithms.md", 4),
+        ("rewards.md", 1),
+    ],
 )
 def test_pages_have_output_for_every_program(page: str, least: int) -> None:
     text = (ROOT / "docs" / page).read_text()
@@ -371,6 +378,24 @@ def test_tasks_page_writes_its_rows_and_configurations_load(tmp_path: Path) -> N
         (tmp_path / name).write_text(text)
         load_run_config(tmp_path / name, "sft" if "_sft" in name else "rl", None)
     assert len(files) == 4
+
+
+def test_rewards_page_writes_its_tasks_and_configurations_load(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    page = (ROOT / "docs/rewards.md").read_text()
+    files = named_blocks(page)
+    assert f"```\n{run_python(files.pop('make_sums.py'), tmp_path)}```" in page
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    config = load_run_config(tmp_path / "target.yaml", "rl", None)
+    assert config.algorithm.shaping["length"].options == {"tokens": 40}
+    tasks = build_tasks(load_run_config(tmp_path / "curriculum.yaml", "rl", None))
+    assert tasks.selects_tasks
+    assert tasks.select(0, 48, step=0) == list(range(48))
+    assert len(files) == 3
 
 
 def output_blocks(page: str) -> list[str]:

@@ -37,8 +37,8 @@ class BatchRewards:
     totals: torch.Tensor
     """fp64 [samples]: rewards after all penalties."""
     parts: torch.Tensor
-    """fp64 [samples, parts]: the parts in ``algorithm.advantage.reward_weights``, often none, and
-    the length penalty if there is one."""
+    """fp64 [samples, parts]: the parts in ``algorithm.advantage.reward_weights``, often none, the
+    terms of ``algorithm.shaping``, and the length penalty if there is one."""
     part_weights: list[float]
     """Weight of each column of ``parts``."""
     group_sizes: list[int]

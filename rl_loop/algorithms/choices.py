@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BeforeValidator, Discriminator, Field, Tag, model_validator
 
 from megatron_gptoss.config import StrictModel
-from rl_loop.algorithms.registry import ADVANTAGES, POLICY_LOSSES, check_function
+from rl_loop.algorithms.registry import ADVANTAGES, POLICY_LOSSES, SHAPING_TERMS, check_function
 from rl_loop.registry import TAG
 
 
@@ -176,6 +176,28 @@ class CustomAdvantage(FunctionChoice):
     @property
     def arguments(self) -> dict[str, Any]:
         return self.options
+
+
+# ---- reward shaping
+
+
+class ShapingTerm(StrictModel):
+    """Term that is added to the reward of every episode."""
+
+    type: str
+    """relative_length: for correct episodes, the tokens of the task's shortest correct episode
+    divided by the own tokens, and 0 for wrong ones. part: the reward part ``options.name``. Or
+    MODULE:FUNCTION, which takes the episodes of a task (``rl_loop.data.trajectory.Trajectory``) and
+    returns one number per episode."""
+    weight: float = 1.0
+    """Factor of the term. With gdpo, the term is an additional reward part with this weight."""
+    options: dict[str, Any] = Field(default_factory=dict)
+    """Keyword arguments of the function."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        check_function(SHAPING_TERMS, self.type, self.options)
+        return self
 
 
 # ---- losses of supervised fine-tuning

@@ -5,9 +5,9 @@ nor Ray.
 """
 
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
 from megatron_gptoss.config import OptimizerConfig, StrictModel
 from rl_loop.algorithms.choices import (
@@ -20,6 +20,8 @@ from rl_loop.algorithms.choices import (
     GrpoAdvantage,
     PpoLoss,
     SampledTokenDistillation,
+    ShapingTerm,
+    as_section,
 )
 
 Aggregation = Literal[
@@ -221,6 +223,13 @@ class AlgorithmConfig(StrictModel):
     """Maximum length penalty. With gdpo the penalty is an additional reward part with this
     weight."""
 
+    shaping: dict[str, Annotated[ShapingTerm, BeforeValidator(as_section)]] = Field(
+        default_factory=dict
+    )
+    """Terms that are added to the rewards before advantages are computed, by a name of your choice.
+    Recorded rewards and the filter of dynamic sampling do not contain them. A plain type is short
+    for ``{type: TYPE}``."""
+
     @property
     def old_log_probs_from(self) -> str:
         """Value of ``old_log_probs`` with auto resolved."""
@@ -267,6 +276,12 @@ class AlgorithmConfig(StrictModel):
         if isinstance(self.advantage, CustomAdvantage):
             return self.advantage.arguments
         return {}
+
+    @property
+    def used_parts(self) -> set[str]:
+        """Names of the reward parts that the advantage or shaping uses."""
+        shaped = {term.options["name"] for term in self.shaping.values() if term.type == "part"}
+        return shaped | set(self.reward_weights)
 
     @property
     def reward_weights(self) -> dict[str, float]:
@@ -326,6 +341,7 @@ class AlgorithmConfig(StrictModel):
             )
         ignored = {
             "overlong_buffer_tokens": self.overlong_buffer_tokens is not None,
+            "shaping": bool(self.shaping),
             "kl.apply_to=reward": self.kl is not None and self.kl.apply_to == "reward",
             "whiten_advantages": self.whiten_advantages is not None,
         }

@@ -1,7 +1,7 @@
-"""Registries of advantage estimators and policy losses, by NAME or MODULE:FUNCTION.
+"""Registries of advantage estimators, policy losses and shaping terms, by NAME or MODULE:FUNCTION.
 
 Entries are imported on demand, because a configuration is read and checked without torch.
-docs/algorithms.md describes arguments and results of such a function.
+docs/algorithms.md and docs/rewards.md describe arguments and results of such functions.
 """
 
 import inspect
@@ -46,6 +46,17 @@ POLICY_LOSSES: Registry[Callable[..., Any]] = Registry(
     },
 )
 """``LossInputs`` -> ``PolicyLoss``."""
+
+SHAPING_TERMS: Registry[Callable[..., Any]] = Registry(
+    kind="shaping term",
+    expected="a function of a task's episodes",
+    accepts=is_function,
+    entries={
+        "relative_length": "rl_loop.data.shaping:relative_length",
+        "part": "rl_loop.data.shaping:part",
+    },
+)
+"""Sequence of ``Trajectory`` of one task -> one number per episode."""
 
 
 def check_function(

@@ -462,17 +462,18 @@ def read_model(directory: Path) -> ModelConfig | None:
 
 
 def check_reward_parts(config: RlConfig, parts: set[str]) -> None:
-    """Raise ConfigError if gdpo has weights for reward parts that no environment has.
+    """Raise ConfigError if the algorithm uses reward parts that no environment has.
 
     Args:
         config: configuration of the run.
         parts: reward parts of all environments.
     """
     # A misspelled part would weigh nothing, without an error.
-    unknown = sorted(set(config.algorithm.reward_weights) - parts)
+    unknown = sorted(config.algorithm.used_parts - parts)
     if unknown:
+        key = "advantage.reward_weights" if config.algorithm.reward_weights else "shaping"
         raise ConfigError(
-            "algorithm.advantage.reward_weights: no environment of tasks.sources has the reward "
+            f"algorithm.{key}: no environment of tasks.sources has the reward "
             f"part {', '.join(unknown)}. Known parts: {', '.join(sorted(parts))}. An environment "
             "declares its parts in end_truncated()."
         )

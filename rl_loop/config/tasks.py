@@ -11,17 +11,31 @@ from rl_loop.environments.registry import DEFAULT_ENVIRONMENT, environment_class
 
 
 class PassRateConfig(StrictModel):
-    """Filter of training tasks by the share of correct episodes.
+    """Selection of training tasks by the share of correct episodes.
 
-    Tasks that are always or never solved give no gradient with group-relative advantages.
+    Tasks that are always or never solved give no gradient with group-relative advantages. Set
+    ``episodes``, ``retry`` or both.
     """
 
-    episodes: Path
-    """Episodes of ``gptoss eval`` on the same tasks. Tasks without episodes are kept."""
+    episodes: Path | None = None
+    """Episodes of ``gptoss eval`` on the same tasks. Tasks without episodes are kept. null if the
+    run measures the pass rates."""
+    retry: float | None = Field(None, gt=0, lt=1)
+    """Probability of using a task again after its episodes in a step were outside of the limits,
+    and retry ** n after n such steps in a row, at least 0.05 (GRESO, arXiv 2506.02177). null: the
+    run measures no pass rates, and the tasks that ``episodes`` excludes are never used."""
     minimum: float = Field(0.05, ge=0, le=1)
     """Minimum share of correct episodes."""
     maximum: float = Field(0.95, ge=0, le=1)
     """Maximum share of correct episodes."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.episodes is None and self.retry is None:
+            raise ValueError(
+                "pass_rate has neither episodes nor retry, so it would select nothing. Set one."
+            )
+        return self
 
 
 class SourceConfig(StrictModel):
@@ -48,7 +62,8 @@ class SourceConfig(StrictModel):
     weight: float = Field(1.0, ge=0)
     """Share of the training tasks, relative to the other sources. 0 for evaluation only."""
     pass_rate: PassRateConfig | None = None
-    """Drop training tasks that are too easy or too hard. Needs train_path. null to keep all."""
+    """Drop or skip training tasks that are too easy or too hard. Needs train_path. null to use
+    all."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -68,7 +83,7 @@ class SourceConfig(StrictModel):
 
         if self.pass_rate is not None and self.train_path is None:
             raise ValueError(
-                "pass_rate filters the tasks of train_path, but train_path is null. Set "
+                "pass_rate selects the tasks of train_path, but train_path is null. Set "
                 "train_path, or leave pass_rate out."
             )
         # A column mapping without data would have no effect.

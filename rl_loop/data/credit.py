@@ -16,6 +16,7 @@ from rl_loop.algorithms import advantages
 from rl_loop.algorithms.choices import GaeAdvantage
 from rl_loop.algorithms.config import AlgorithmConfig
 from rl_loop.algorithms.policy_loss import kl_estimate
+from rl_loop.data.shaping import shaping_terms
 from rl_loop.data.trajectory import Trajectory, TrajectoryGroup
 
 
@@ -67,11 +68,14 @@ def _assign_rewards(
         _check_reward(trajectory)
 
     # Compute in fp64, because whitening divides differences of nearly equal numbers.
-    length_penalties = _length_penalties(
-        trajectories, config, max_response_tokens, max_episode_tokens
-    )
+    terms = shaping_terms(groups, config)
+    weights = [term.weight for term in config.shaping.values()]
+    if config.overlong_buffer_tokens is not None:
+        penalties = _length_penalties(trajectories, config, max_response_tokens, max_episode_tokens)
+        terms = torch.cat([terms, penalties[:, None]], dim=1)
+        weights.append(config.overlong_penalty)
     rewards = torch.tensor([trajectory.reward for trajectory in trajectories], dtype=torch.float64)
-    rewards = rewards + config.overlong_penalty * length_penalties
+    rewards = rewards + terms @ torch.tensor(weights, dtype=torch.float64)
     # An episode's advantage is repeated for each of its sequences.
     sequences = torch.tensor([len(trajectory.sequences) for trajectory in trajectories])
     # GAE does not compare episodes. Every sequence ends with the reward of its episode.
@@ -80,11 +84,10 @@ def _assign_rewards(
         return _assign_generalized_advantages(samples, per_sample, config, config.advantage)
 
     # Only gdpo compares parts. The other functions use the totals.
-    parts, part_weights = _reward_parts(trajectories, length_penalties, config)
     batch = advantages.BatchRewards(
         totals=rewards - _summed_kl_penalties(samples, sequences, config),
-        parts=parts,
-        part_weights=part_weights,
+        parts=torch.cat([_reward_parts(trajectories, config), terms], dim=1),
+        part_weights=[*config.reward_weights.values(), *weights],
         # Infrastructure failures can leave a group without episodes.
         group_sizes=[len(group.trajectories) for group in groups if group.trajectories],
     )
@@ -113,7 +116,7 @@ def rewards_differ(group: TrajectoryGroup, config: AlgorithmConfig) -> bool:
 
     The values that a group-relative ``config.advantage`` compares must differ, and at least one
     episode must be trained on. The values are the reward, or with gdpo every weighted reward part.
-    Penalties on length and KL do not count. As in DAPO, they shape the advantages of a task but are
+    Shaping and penalties on length and KL do not count. As in DAPO, they shape the advantages of a task but are
     no reason to train on it.
     """
     if all(sequence.excluded or not sequence.sampled_tokens for sequence in group.sequences):
@@ -148,13 +151,9 @@ def _length_penalties(
     max_response_tokens: int,
     max_episode_tokens: int | None,
 ) -> torch.Tensor:
-    """Return DAPO's penalty on long responses: fp64 [episodes], between -1 and 0.
-
-    0 without ``overlong_buffer_tokens``.
-    """
+    """Return DAPO's penalty on long responses: fp64 [episodes], between -1 and 0."""
+    assert config.overlong_buffer_tokens is not None
     penalties = torch.zeros(len(trajectories), dtype=torch.float64)
-    if config.overlong_buffer_tokens is None:
-        return penalties
     for i, trajectory in enumerate(trajectories):
         penalty = advantages.overlong_penalty(
             trajectory.episode_sampled_tokens, max_response_tokens, config.overlong_buffer_tokens
@@ -191,25 +190,14 @@ def _context_penalty(
     return advantages.overlong_penalty(sequence.sampled_tokens, room, buffer)
 
 
-def _reward_parts(
-    trajectories: Sequence[Trajectory], length_penalties: torch.Tensor, config: AlgorithmConfig
-) -> tuple[torch.Tensor, list[float]]:
-    """Return the reward parts of gdpo, fp64 [episodes, parts], and the weight of each part.
-
-    A length penalty is an additional part.
-    """
+def _reward_parts(trajectories: Sequence[Trajectory], config: AlgorithmConfig) -> torch.Tensor:
+    """Return the parts in ``advantage.reward_weights``: fp64 [episodes, parts]."""
     # A missing part counts as 0, the score of doing nothing.
     names = list(config.reward_weights)
     rows = [
         [trajectory.reward_parts.get(name, 0.0) for name in names] for trajectory in trajectories
     ]
-    parts = torch.tensor(rows, dtype=torch.float64).reshape(len(trajectories), len(names))
-    weights = list(config.reward_weights.values())
-
-    if config.overlong_buffer_tokens is not None:
-        parts = torch.cat([parts, length_penalties[:, None]], dim=1)
-        weights.append(config.overlong_penalty)
-    return parts, weights
+    return torch.tensor(rows, dtype=torch.float64).reshape(len(trajectories), len(names))
 
 
 # -- KL penalties ---------------------------------------------------------------------------------

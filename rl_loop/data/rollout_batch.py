@@ -30,6 +30,8 @@ class RolloutBatch:
     dynamic sampling."""
     next_task: int
     """Position of the next training task."""
+    skipped_tasks: int = 0
+    """Number of tasks that the step left out because of their pass rates in earlier steps."""
     async_groups: AsyncGroups | None = None
     """Groups of later steps. None without asynchronous rollouts."""
 

@@ -247,6 +247,7 @@ RULES: dict[str, ResumeRule] = {
     "algorithm.policy_loss.options": LEARNING,
     "algorithm.policy_loss.type": LEARNING,
     "algorithm.routing_replay": SAMPLING,
+    "algorithm.shaping": LEARNING,
     "algorithm.standard_deviation": LEARNING,
     "algorithm.whiten_advantages": LEARNING,
     # -- ablation ---------------------------------------------------------------------------------

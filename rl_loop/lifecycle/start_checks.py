@@ -369,7 +369,7 @@ def check_data(config: RunConfig) -> None:
             if path is not None and not is_hub_dataset(path):
                 _check_file(f"{key}.{field}", Path(path))
                 _read_rows(source, path)
-        if source.pass_rate is not None:
+        if source.pass_rate is not None and source.pass_rate.episodes is not None:
             _check_file(f"{key}.pass_rate.episodes", source.pass_rate.episodes)
 
 
@@ -484,11 +484,13 @@ def check_tracking() -> None:
         )
     if uri is not None and uri.startswith(("http://", "https://")):
         check_endpoint(uri, "MLFLOW_TRACKING_URI")
-    if "WANDB_PROJECT" in os.environ and importlib.util.find_spec("wandb") is None:
-        raise StartError(
-            "WANDB_PROJECT is set, but wandb is not installed. Run pip install wandb, or unset "
-            "the variable"
-        )
+    for package in ("wandb", "trackio"):
+        variable = f"{package.upper()}_PROJECT"
+        if variable in os.environ and importlib.util.find_spec(package) is None:
+            raise StartError(
+                f"{variable} is set, but {package} is not installed. Run pip install {package}, or "
+                "unset the variable"
+            )
 
 
 def store_need(config: RunConfig) -> StoreNeed:

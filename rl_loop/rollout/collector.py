@@ -5,6 +5,8 @@ A step trains on ``rollout.tasks_per_step`` groups. They are always groups of th
 - **Asynchronous rollouts.** The groups of step s begin when the engines have weights of version s - k or
   later, where k is ``algorithm.max_staleness``. Therefore no token is older than k versions. If an
   episode is not complete after these k steps, the trainer waits for it.
+- **Selection by pass rate.** A step skips tasks whose pass rates in earlier steps were outside of limits
+  (``rl_loop.tasks.pass_rates``).
 - **Dynamic sampling** (DAPO, arXiv 2503.14476). Groups that a filter rejects are replaced by groups
   of further tasks, in rounds of ``tasks_per_step`` tasks. The number of tasks that a step uses is
   known when its last round has ended. The next step begins only then.
@@ -38,6 +40,8 @@ from rl_loop.rollout.group_stream import (
 
 class TrainingTasks(Protocol):
     """Training tasks by position: a TaskMixture."""
+
+    def select(self, position: int, count: int, step: int) -> list[int]: ...
 
     def train(self, position: int, count: int) -> list[Task]: ...
 
@@ -93,14 +97,18 @@ class TrainingRequests:
 class StepGroups:
     """The groups of one step while they run."""
 
+    step: int
+    """Number of the step, from 0."""
     first_task: int
-    """Position of the step's first task."""
+    """Position from which on the step takes tasks."""
     first_number: int
-    """Number of the step's first group. The n-th group of a step has its n-th task."""
+    """Number of the step's first group."""
     groups_per_round: int
     max_rounds: int
     keep: Callable[[TrajectoryGroup], bool]
     """Filter: returns True for a group that is worth training on."""
+    positions: list[int] = field(default_factory=list)
+    """Positions of the tasks. The n-th group of a step has its n-th task."""
     start_versions: dict[int, int] = field(default_factory=dict)
     """Version of the engines' weights when a group began, by its number."""
     ended: dict[int, TrajectoryGroup] = field(default_factory=dict)
@@ -132,18 +140,28 @@ class StepGroups:
         return bool(self.start_versions) and self.round_is_over and not self.needs_another_round
 
     @property
-    def next_task(self) -> int | None:
-        """Position of the next step's first task. None while it is unknown."""
+    def used(self) -> int | None:
+        """Number of tasks that the step uses. None while it is unknown."""
         if self.max_rounds == 1:
-            return self.first_task + self.groups_per_round
+            return self.groups_per_round
         if not self.is_complete:
             return None
         # If the filter kept enough groups, tasks after the last used one come again in the next
         # step, with new episodes.
-        last = len(self.ended) - 1
         if len(self.kept) >= self.groups_per_round:
-            last = self.chosen[-1] - self.first_number
-        return self.first_task + last + 1
+            return self.chosen[-1] - self.first_number + 1
+        return len(self.ended)
+
+    @property
+    def next_task(self) -> int | None:
+        """Position of the next step's first task. None while it is unknown."""
+        return None if self.used is None else self.positions[self.used - 1] + 1
+
+    @property
+    def skipped_tasks(self) -> int:
+        """Number of tasks before the next step's first task that the step left out."""
+        assert self.used is not None, "the step is not complete"
+        return self.positions[self.used - 1] + 1 - self.first_task - self.used
 
     @property
     def chosen(self) -> list[int]:
@@ -158,10 +176,9 @@ class StepGroups:
     @property
     def replaced(self) -> list[TrajectoryGroup]:
         """Rejected groups that are not trained on, because others replace them. Without routes."""
-        next_task = self.next_task
-        assert next_task is not None, "the step is not complete"
+        assert self.used is not None, "the step is not complete"
         # Groups after the next step's first task are left out: their tasks come again there.
-        end = self.first_number + next_task - self.first_task
+        end = self.first_number + self.used
         left_out = set(self.ended) - set(self.chosen) - set(self.kept)
         # Ray's store would hold the routes until the step is recorded.
         return [self.ended[number].without_routes() for number in sorted(left_out) if number < end]
@@ -288,6 +305,7 @@ class RolloutCollector:
                 held_out=held_out,
                 replaced=groups.replaced if self._is_filtered else None,
                 next_task=next_task,
+                skipped_tasks=groups.skipped_tasks,
                 async_groups=self._count_async_groups(),
             )
 
@@ -364,6 +382,7 @@ class RolloutCollector:
 
             count = self._rollout.tasks_per_step
             groups = StepGroups(
+                step=self._next_step,
                 first_task=self._next_task,
                 # Numbers are reserved for all rounds, so that seeds do not depend on the rounds of
                 # earlier steps.
@@ -374,18 +393,18 @@ class RolloutCollector:
             )
             self._open[self._next_step] = groups
             self._next_step += 1
-            self._next_task = groups.next_task
             self._begin_round(groups)
+            self._next_task = groups.next_task
 
     def _begin_round(self, groups: StepGroups) -> None:
         """Begin the next ``tasks_per_step`` groups of a step."""
-        begun = len(groups.start_versions)
-        places = range(begun, begun + groups.groups_per_round)
+        begun = len(groups.positions)
+        following = groups.positions[-1] + 1 if begun else groups.first_task
+        count = groups.groups_per_round
+        groups.positions += self._requests.tasks.select(following, count, groups.step)
         requests = {
-            groups.first_number + place: self._requests.for_group(
-                groups.first_number + place, groups.first_task + place
-            )
-            for place in places
+            number: self._requests.for_group(number, groups.positions[number - groups.first_number])
+            for number in range(groups.first_number + begun, groups.first_number + begun + count)
         }
         restored = self._take_restored(requests)
         for number in requests:

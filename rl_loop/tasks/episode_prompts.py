@@ -6,8 +6,10 @@ from typing import Any
 
 from rl_loop.chat.codec import ChatCodec
 from rl_loop.chat.tools import BuiltinTool, PythonTool, Tool
-from rl_loop.environments.base import Environment
+from rl_loop.environments import make_offline_environment
+from rl_loop.environments.base import Environment, Task
 from rl_loop.infrastructure import describe
+from rl_loop.tasks.task_file import TaskFileError
 
 MAX_O200K_TOKEN_BYTES = 128
 """Bytes of o200k's longest token, a run of spaces.
@@ -113,3 +115,29 @@ class EpisodePromptRenderer:
     def _too_long(self, task_id: str, length: str) -> UnusablePromptError:
         problem = f"has {length}; rollout.max_episode_tokens is {self._max_tokens}"
         return UnusablePromptError(f"the prompt of task {task_id} {problem}")
+
+
+def unusable_reason(task: Task, renderer: EpisodePromptRenderer) -> str | None:
+    """Return the reason why a task cannot be run. None if it can.
+
+    Raises:
+        TaskFileError: if the environment cannot create its prompt.
+    """
+    try:
+        environment = make_offline_environment(task)
+        prompt = build_prompt(environment)
+        teacher_prompt = build_teacher_prompt(environment)
+    except Exception as error:
+        raise TaskFileError(
+            f"task {task.task_id}: its prompt cannot be created: {describe(error)}"
+        ) from error
+
+    prompts = [prompt] if teacher_prompt is None else [prompt, teacher_prompt]
+    if all(map(renderer.fits_without_tokenizing, prompts)):
+        return None
+    try:
+        for each in prompts:
+            renderer.render(task.task_id, each)
+    except UnusablePromptError as reason:
+        return str(reason)
+    return None

@@ -3,30 +3,26 @@
 import logging
 import random
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
+from itertools import count as count_from
 from itertools import islice
 from typing import Any
 
 from megatron_gptoss.samples import TrainingSamples
 from rl_loop.chat.codec import ChatCodec
-from rl_loop.config.tasks import PassRateConfig, SourceConfig, TaskConfig
+from rl_loop.config.tasks import SourceConfig, TaskConfig
 from rl_loop.config.training import DemonstrationConfig
 from rl_loop.data.decontamination import SHARED_WORDS, find_contaminated
 from rl_loop.data.mixture import SourceMixture
+from rl_loop.data.trajectory import TrajectoryGroup
 from rl_loop.environments import Task, environment_class, make_offline_environment
 from rl_loop.environments.base import InvalidRowError, Split
 from rl_loop.harmony.conversation import content_text
-from rl_loop.infrastructure import describe
 from rl_loop.tasks.demonstrations import build_demonstrations
-from rl_loop.tasks.episode_prompts import (
-    EpisodePromptRenderer,
-    UnusablePromptError,
-    build_prompt,
-    build_teacher_prompt,
-)
-from rl_loop.tasks.evaluation_records import pass_rates, read_evaluation
+from rl_loop.tasks.episode_prompts import EpisodePromptRenderer, build_prompt, unusable_reason
+from rl_loop.tasks.pass_rates import TaskSelection, evaluated_within
 from rl_loop.tasks.task_file import TaskData, TaskFileError
 
 logger = logging.getLogger(__name__)
@@ -45,7 +41,11 @@ class TaskMixture:
     """
 
     def __init__(
-        self, config: TaskConfig, codec: ChatCodec, max_prompt_tokens: int | None = None
+        self,
+        config: TaskConfig,
+        codec: ChatCodec,
+        max_prompt_tokens: int | None = None,
+        max_staleness: int = 0,
     ) -> None:
         """Read and check the data of all sources.
 
@@ -54,6 +54,7 @@ class TaskMixture:
             codec: chat format of the model.
             max_prompt_tokens: tasks whose prompt has this many tokens or more are left out. None for
                 no limit, in runs without rollouts.
+            max_staleness: number of steps that may begin before a step has ended.
 
         Raises:
             TaskFileError: if data cannot be used.
@@ -62,7 +63,7 @@ class TaskMixture:
         self.codec = codec
         self.sources: dict[str, TaskSource] = {}
         for name, source_config in config.sources.items():
-            self.sources[name] = TaskSource(name, source_config, config)
+            self.sources[name] = TaskSource(name, source_config, config, max_staleness)
 
         self.unusable: list[str] = []
         """Distinct reasons why tasks were left out."""
@@ -89,18 +90,48 @@ class TaskMixture:
         """
         return [self._train_task(i) for i in range(position, position + count)]
 
+    def select(self, position: int, count: int, step: int) -> list[int]:
+        """Return the positions of the next ``count`` tasks of a step, from ``position`` on.
+
+        Tasks that ``pass_rate.retry`` skips are left out.
+        """
+        used = (i for i in count_from(position) if not self._is_skipped(i, step))
+        return list(islice(used, count))
+
+    def _is_skipped(self, position: int, step: int) -> bool:
+        """Return True if a step leaves out the task at a training position."""
+        selection = self._source_at(position).selection
+        if selection is None:
+            return False
+        return selection.skips(self._train_task(position).task_id, position, step)
+
+    def add_groups(self, step: int, groups: Sequence[TrajectoryGroup]) -> None:
+        """Add the pass rates of the groups of a step that has ended."""
+        for source in self.sources.values():
+            if source.selection is not None:
+                prefix = source.train_prefix
+                own = [group for group in groups if group.task_id.startswith(prefix)]
+                source.selection.add_groups(step, own)
+
+    @property
+    def selects_tasks(self) -> bool:
+        """True if pass rates of this run decide which tasks are used."""
+        return any(source.selection is not None for source in self.sources.values())
+
     def cursor(self, position: int) -> dict[str, Any]:
         """Return the state of the data before the task at ``position``, as JSON for a checkpoint.
 
         The state counts rows in the order of the data. A resumed run uses every task once, even if
         it leaves out other tasks than before.
         """
-        sources = {}
+        sources: dict[str, dict[str, Any]] = {}
         for number, (name, source) in enumerate(self.sources.items()):
             if source.total is not None:
                 # Positions and rows include tasks that are left out.
                 used = self._mixture.count_before(position, number)
                 sources[name] = {"tasks": source.total, "used_rows": source.used_rows(used)}
+                if source.selection is not None:
+                    sources[name]["pass_rates"] = source.selection.state()
         return {"position": position, "sources": sources}
 
     def continue_from(self, cursor: Mapping[str, Any]) -> None:
@@ -121,6 +152,8 @@ class TaskMixture:
             if saved is not None:
                 used = self._mixture.count_before(cursor["position"], number)
                 source.continue_from(used, saved["used_rows"])
+                if source.selection is not None:
+                    source.selection.restore(saved["pass_rates"])
 
     def held_out(self) -> list[Task]:
         """Return the tasks for evaluation."""
@@ -190,7 +223,7 @@ class TaskMixture:
         renderer = EpisodePromptRenderer(self.codec, max_tokens)
 
         def is_usable(task: Task) -> bool:
-            reason = _unusable_reason(task, renderer)
+            reason = unusable_reason(task, renderer)
             if reason is not None and reason not in self.unusable:
                 self.unusable.append(reason)
             return reason is None
@@ -222,7 +255,9 @@ class TaskSource:
     used rows also counts rows that are left out. Both count over all epochs.
     """
 
-    def __init__(self, name: str, config: SourceConfig, tasks: TaskConfig) -> None:
+    def __init__(
+        self, name: str, config: SourceConfig, tasks: TaskConfig, max_staleness: int
+    ) -> None:
         """Read data, if any, and held-out tasks. Raises TaskFileError if that fails."""
         self.name = name
         self.config = config
@@ -239,13 +274,16 @@ class TaskSource:
         """Used rows when the run was resumed, over all epochs."""
         self._kept_orders: dict[int, list[int]] = {}
         """Results of ``_kept_order`` by epoch."""
+        self.train_prefix = f"{name}-train-"
+        """Begin of the id of every training task."""
+        self.selection: TaskSelection | None = None
+        """Selection by the pass rates of this run. None to use every task."""
         self._offset = 0
         """Task ``index`` has the number ``index`` + offset among the tasks that are not left out."""
 
         if config.train_path is not None:
             self._data = self._read("train", config.train_path)
-            if config.pass_rate is not None:
-                self._data.keep(self._has_allowed_pass_rate(self._data, config.pass_rate))
+            self._select_by_pass_rate(self._data, max_staleness)
 
         if config.held_out_path is not None:
             data = self._read("held_out", config.held_out_path)
@@ -372,6 +410,23 @@ class TaskSource:
             "different tasks, or increase rollout.max_episode_tokens"
         )
 
+    def _select_by_pass_rate(self, data: TaskData, max_staleness: int) -> None:
+        """Leave out the tasks that ``pass_rate`` excludes, and prepare the selection of others."""
+        limits = self.config.pass_rate
+        if limits is None:
+            return
+
+        within = [True] * len(data)
+        if limits.episodes is not None:
+            within = evaluated_within(limits, self.name, data.row_ids)
+        if limits.retry is None:
+            data.keep(within)
+            return
+        seed = f"{self.seed}/{self.name}/pass_rate"
+        self.selection = TaskSelection(limits, seed, max_staleness)
+        rows = zip(data.row_ids, within, strict=True)
+        self.selection.mark_outside(f"{self.train_prefix}{row}" for row, is_in in rows if not is_in)
+
     def _read(self, split: Split, place: str) -> TaskData:
         """Read task data. Ids contain the source and the split, so they are unique in a run."""
         prefix = f"{self.name}-{split}-"
@@ -411,64 +466,12 @@ class TaskSource:
         hint = NAME_IN_HINT.sub(lambda name: str(values[name[1]]), template)
         return replace(task, source=self.name, teacher_hint=hint)
 
-    def _has_allowed_pass_rate(self, data: TaskData, limits: PassRateConfig) -> list[bool]:
-        """Return a boolean per training task: True within the limits, or if it was not evaluated.
-
-        Raises:
-            TaskFileError: if no task was evaluated.
-        """
-        evaluated = pass_rates(read_evaluation(limits.episodes))
-        rates = [self._pass_rate(row_id, evaluated) for row_id in data.row_ids]
-        # With the file of another evaluation, the filter would silently keep every task.
-        if all(rate is None for rate in rates):
-            example = f"{self.name}-held_out-{data.row_ids[0]}"
-            raise TaskFileError(
-                f"{limits.episodes}: contains no training task of tasks.sources.{self.name}, such as "
-                f"the task_id {example}. Evaluate train_path as held_out_path of a source with the "
-                "same name"
-            )
-        return [rate is None or limits.minimum <= rate <= limits.maximum for rate in rates]
-
-    def _pass_rate(self, row_id: str, rates: dict[str, float]) -> float | None:
-        """Return the pass rate of a row. None if it was not evaluated.
-
-        In the evaluation, the id of the task is the id of the row, with or without the prefix of
-        held-out tasks.
-        """
-        return rates.get(f"{self.name}-held_out-{row_id}", rates.get(row_id))
-
 
 def prompt_text(task: Task) -> str:
     """Return the text of the user's and the assistant's messages."""
     # Developer messages are left out, because many tasks have the same ones.
     asked = [message for message in task.messages if message["role"] not in ("system", "developer")]
     return "\n".join(content_text(message) for message in asked or task.messages)
-
-
-def _unusable_reason(task: Task, renderer: EpisodePromptRenderer) -> str | None:
-    """Return the reason why a task cannot be run. None if it can.
-
-    Raises:
-        TaskFileError: if the environment cannot create its prompt.
-    """
-    try:
-        environment = make_offline_environment(task)
-        prompt = build_prompt(environment)
-        of_teacher = build_teacher_prompt(environment)
-    except Exception as error:
-        raise TaskFileError(
-            f"task {task.task_id}: its prompt cannot be created: {describe(error)}"
-        ) from error
-
-    prompts = [prompt] if of_teacher is None else [prompt, of_teacher]
-    if all(map(renderer.fits_without_tokenizing, prompts)):
-        return None
-    try:
-        for each in prompts:
-            renderer.render(task.task_id, each)
-    except UnusablePromptError as reason:
-        return str(reason)
-    return None
 
 
 @lru_cache(maxsize=8)

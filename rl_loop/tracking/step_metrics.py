@@ -9,10 +9,12 @@ import torch
 
 from megatron_gptoss.samples import TrainingSamples
 from megatron_gptoss.step_results import SharedTokens, StepStatistics
+from rl_loop.algorithms.config import AlgorithmConfig
 from rl_loop.algorithms.objectives import LOSS_METRICS, STALENESS_CLASSES
 from rl_loop.algorithms.policy_loss import kl_estimate
 from rl_loop.data.credit import compared_with_teacher, teacher_gains
 from rl_loop.data.rollout_batch import AsyncGroups, RlUpdates
+from rl_loop.data.shaping import shaping_terms
 from rl_loop.data.trajectory import FinishReason, Trajectory, TrajectoryGroup
 from rl_loop.infrastructure import COMPONENTS
 from rl_loop.tracking.metrics import MetricName, StepMetrics
@@ -147,6 +149,16 @@ def add_zero_advantage_fraction(
         without_signal += not (has_advantage & samples.loss_mask[tokens]).any()
         first = last
     metrics.add_mean(MetricName.ZERO_ADVANTAGE_FRACTION, without_signal, len(groups), "groups")
+
+
+def add_shaping_metrics(
+    metrics: StepMetrics, groups: Sequence[TrajectoryGroup], algorithm: AlgorithmConfig
+) -> None:
+    """Add the mean of every shaping term with its weight."""
+    columns = shaping_terms(groups, algorithm).unbind(dim=1)
+    for (name, term), column in zip(algorithm.shaping.items(), columns, strict=True):
+        total = term.weight * column.sum().item()
+        metrics.add_mean(f"shaping/{name}", total, len(column), "sequences")
 
 
 def add_teacher_metrics(metrics: StepMetrics, samples: TrainingSamples) -> None:

@@ -110,6 +110,12 @@ def episode(task: str, version: int, failed: bool = False) -> Trajectory:
 
 class Tasks:
     unusable: ClassVar[list[str]] = []
+    selects_tasks = False
+
+    def select(self, position: int, count: int, step: int) -> list[int]:
+        return list(range(position, position + count))
+
+    def add_groups(self, step: int, groups: Any) -> None: ...
 
     def train(self, position: int, count: int) -> list[Any]:
         return [SimpleNamespace(task_id=f"t{position + i}") for i in range(count)]

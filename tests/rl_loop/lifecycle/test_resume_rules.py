@@ -6,6 +6,7 @@ import json
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from threading import RLock
 from typing import Any
@@ -89,6 +90,7 @@ VALUES: dict[str, list[str]] = {
     "algorithm.policy_loss.type": ["algorithm.policy_loss=cispo"],
     "algorithm.correction.bounds": ["algorithm.correction={weight: icepop, bounds: [0.3, 3.0]}"],
     "algorithm.critic": ["algorithm=ppo"],
+    "algorithm.shaping": ["algorithm.shaping={short: relative_length}"],
     "algorithm.distillation.loss.type": ["algorithm.distillation.loss=reverse_kl"],
     "algorithm.distillation": ["algorithm.distillation={teacher: teachers/first}"],
     "algorithm.distillation.teachers": ["algorithm.distillation.teachers={gsm8k: teachers/second}"],
@@ -267,7 +269,7 @@ def test_every_path_is_an_input(tmp_path: Path) -> None:
 
 
 def with_effect(keys: dict[str, Any], kind: type[RunConfig], effect: ResumeEffect) -> list[str]:
-    skipped = ("tasks.sources.*", "data.sources.*", "vocabulary_data.")
+    skipped = ("tasks.sources.*", "data.sources.*", "vocabulary_data.", "algorithm.shaping.*")
     return [
         key
         for key in keys
@@ -353,7 +355,8 @@ def build_group(admitted: AdmittedGroup, version: int) -> TrajectoryGroup:
     # Dynamic sampling replaces every fourth group, whose rewards are equal.
     has_signal = admitted.number % 4 > 0
     rewards = [float(has_signal and i % 2 == 0) for i in range(len(admitted.request.seeds))]
-    return TrajectoryGroup(episode.task_id, [replace(episode, reward=r) for r in rewards])
+    episodes = [replace(episode, reward=r, reward_parts={"correct": r}) for r in rewards]
+    return TrajectoryGroup(episode.task_id, episodes)
 
 
 def train(
@@ -384,7 +387,9 @@ def train(
         runner.train(state.step)
         collector.begin(state.step)
         batch = collector.collect(state.step)
-        trained += [group.task_id for group in [*batch.train, *(batch.replaced or [])]]
+        groups = [*batch.train, *(batch.replaced or [])]
+        trained += [group.task_id for group in groups]
+        tasks.add_groups(state.step, groups)
         state.next_task = batch.next_task
         state.step += 1
         state.tasks = tasks.cursor(state.next_task)
@@ -478,6 +483,35 @@ def test_unchanged_run_takes_tasks_as_if_never_interrupted(data: Path, tmp_path:
     parts = train(config, tmp_path / "parts", state, lambda tasks: state.step == 17)
     state = RunState.from_checkpoint(state.to_checkpoint())
     parts += train(config, tmp_path / "parts", state, lambda tasks: state.step == 40)
+    assert parts == whole
+
+
+def has_steps(state: RunState, steps: int, tasks: TaskMixture) -> bool:
+    return state.step == steps
+
+
+@pytest.mark.parametrize("staleness", [0, 2])
+@pytest.mark.parametrize("rounds", [1, 2])
+def test_resumed_run_skips_the_same_tasks(
+    rounds: int, staleness: int, data: Path, tmp_path: Path
+) -> None:
+    """The pass rates of a run, not of its process, choose the tasks."""
+    config = rl_config(
+        data,
+        "tasks.sources.gsm8k.pass_rate={retry: 0.2, minimum: 0.1}",
+        f"algorithm.dynamic_sampling_rounds={rounds}",
+        f"algorithm.max_staleness={staleness}",
+    )
+    state = RunState()
+    whole = train(config, tmp_path / "whole", state, lambda tasks: state.step == 80)
+    assert state.next_task > len(whole), "some task is skipped"
+
+    state, parts = RunState(), []
+    ends = iter((33, 34, 51, 80))
+    while state.step < 80:
+        end = next(ends)
+        parts += train(config, tmp_path / "parts", state, partial(has_steps, state, end))
+        state = RunState.from_checkpoint(json.loads(json.dumps(state.to_checkpoint())))
     assert parts == whole
 
 

@@ -288,7 +288,7 @@ def test_numeric_only_keeps_aime_rows_with_numeric_answers(tmp_path: Path) -> No
         ("tasks.sources.retool.options.color=1", "color"),
         ("tasks.sources.retool.weight=0", "every source has weight 0"),
         ("tasks.sources.retool.held_out_path=x.jsonl", "Set train_path, or weight=0"),
-        ("tasks.sources.retool.pass_rate.episodes=x", "pass_rate filters the tasks of train_path"),
+        ("tasks.sources.retool.pass_rate.episodes=x", "pass_rate selects the tasks of train_path"),
     ],
 )
 def test_wrong_source_is_a_config_error(override: str, message: str) -> None:
