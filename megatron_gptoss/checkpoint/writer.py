@@ -336,5 +336,5 @@ def fail_together(partial: Path) -> Iterator[None]:
         space = f"its disk is full, {space}"
     raise CheckpointError(
         f"checkpoint {final_name(partial)} could not be written ({failures[0]}); "
-        f"{space}. The previous checkpoint is untouched."
+        f"{space}. The previous checkpoint is untouched"
     ) from error

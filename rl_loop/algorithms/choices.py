@@ -127,7 +127,7 @@ class GdpoAdvantage(FunctionChoice):
         if not self.reward_weights:
             raise ValueError(
                 "advantage gdpo has no reward weights. Set algorithm.advantage.reward_weights, "
-                "such as {correct: 1.0}."
+                "such as {correct: 1.0}"
             )
         return self
 

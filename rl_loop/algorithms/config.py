@@ -75,7 +75,7 @@ class CorrectionConfig(StrictModel):
             raise ValueError(
                 "bounds apply only to the weights sequence_mis and icepop, but "
                 f"correction.weight is {self.weight}. Remove correction.bounds, or change the "
-                "weight."
+                "weight"
             )
 
         for name in ("bounds", "geometric_bounds"):
@@ -106,7 +106,7 @@ class KlConfig(StrictModel):
         if self.apply_to == "loss" and self.estimator == "k1":
             raise ValueError(
                 "kl.estimator=k1 has no effect in the loss, because its gradient does not "
-                "depend on the reference policy. Use k2 or k3, or set kl.apply_to=reward."
+                "depend on the reference policy. Use k2 or k3, or set kl.apply_to=reward"
             )
         return self
 
@@ -303,18 +303,18 @@ class AlgorithmConfig(StrictModel):
         is_custom = isinstance(self.advantage, CustomAdvantage)
 
         if self.advantage.type == "gae" and not self.critic:
-            raise ValueError("advantage gae needs a value model. Set algorithm.critic.")
+            raise ValueError("advantage gae needs a value model. Set algorithm.critic")
         if self.critic and self.advantage.type != "gae":
             raise ValueError(
                 f"advantage {self.advantage.type} does not use a critic. Set "
-                "algorithm.critic=null, or use advantage gae."
+                "algorithm.critic=null, or use advantage gae"
             )
 
         if self.advantage.type == "gdpo" and self.kl and self.kl.apply_to == "reward":
             raise ValueError(
                 "kl.apply_to=reward does not work with advantage gdpo: division by each reward's "
                 "standard deviation would cancel kl.coefficient. Set kl.apply_to=loss, as in the "
-                "paper."
+                "paper"
             )
 
         # Only the author of a custom estimator knows if it learns from groups of equal rewards.
@@ -327,7 +327,7 @@ class AlgorithmConfig(StrictModel):
                 f"dynamic_sampling_rounds ({self.dynamic_sampling_rounds}) drops groups of equal "
                 f"rewards, but advantage {self.advantage.type} learns from them, because it "
                 "compares with other tasks or a value model. Set dynamic_sampling_rounds=1, or "
-                "use a group-relative advantage."
+                "use a group-relative advantage"
             )
 
     def _check_unrewarded(self) -> None:
@@ -337,7 +337,7 @@ class AlgorithmConfig(StrictModel):
         if self.distillation is None:
             raise ValueError(
                 "advantage none ignores the rewards, so nothing would be learned. Set "
-                "algorithm.distillation, or another advantage."
+                "algorithm.distillation, or another advantage"
             )
         ignored = {
             "overlong_buffer_tokens": self.overlong_buffer_tokens is not None,
@@ -349,14 +349,14 @@ class AlgorithmConfig(StrictModel):
             if is_set:
                 raise ValueError(
                     f"{name} changes advantages of rewards, but advantage none has none. Leave it "
-                    "out, or use another advantage."
+                    "out, or use another advantage"
                 )
 
     def _check_whitening(self) -> None:
         if self.whiten_advantages == "samples" and self.advantage.type == "gae":
             raise ValueError(
                 "whiten_advantages=samples needs one advantage per sample, but advantage gae "
-                "has one per token. Set whiten_advantages=tokens."
+                "has one per token. Set whiten_advantages=tokens"
             )
 
     def _check_old_log_probs(self) -> None:
@@ -369,19 +369,19 @@ class AlgorithmConfig(StrictModel):
             raise ValueError(
                 f"max_staleness ({self.max_staleness}) with old_log_probs=forward ignores the "
                 "change of the policy since tokens were sampled. Set a correction, or use "
-                "old_log_probs=rollout."
+                "old_log_probs=rollout"
             )
         if source == "rollout" and self.correction.active:
             raise ValueError(
                 "old_log_probs=rollout already includes the mismatch in the ratio, and a "
                 "correction would count it twice. Set correction.weight=none and its rejections "
-                "to null."
+                "to null"
             )
         if source != "forward" and self.routing_replay == "R2":
             raise ValueError(
                 "routing_replay=R2 replays the routes of the forward pass for old log-probs, "
                 f"but old_log_probs={source} has no such pass. Use old_log_probs=forward, or "
-                "routing_replay=R3."
+                "routing_replay=R3"
             )
 
     def _check_ratio_of_one(self) -> None:
@@ -393,21 +393,21 @@ class AlgorithmConfig(StrictModel):
             raise ValueError(
                 f"old_log_probs=detach sets the ratio to 1 in all {self.mini_batches} "
                 "mini-batches, but only the first is on-policy. Use old_log_probs=forward, or "
-                "mini_batches=1."
+                "mini_batches=1"
             )
 
         # Tokens of earlier weights have the same problem.
         if self.max_staleness > 0:
             raise ValueError(
                 "old_log_probs=detach treats stale tokens as on-policy, and max_staleness is "
-                f"{self.max_staleness}. Use old_log_probs=rollout, or forward with a correction."
+                f"{self.max_staleness}. Use old_log_probs=rollout, or forward with a correction"
             )
 
         # Refuse a limit that no sequence can exceed, because it would have no effect.
         if self.correction.off_policy_limit:
             raise ValueError(
                 "correction.off_policy_limit has no effect with old_log_probs=detach, because "
-                "pi_old / pi is 1. Set it to null, or use old_log_probs=forward."
+                "pi_old / pi is 1. Set it to null, or use old_log_probs=forward"
             )
 
         # Rejections compare the trainer's log-probs with the engine's. With detach, the trainer's
@@ -416,7 +416,7 @@ class AlgorithmConfig(StrictModel):
             raise ValueError(
                 "a correction that rejects tokens also applies to the critic, but with "
                 "old_log_probs=detach the critic learns before the trainer's log-probs are "
-                "known. Set old_log_probs=forward."
+                "known. Set old_log_probs=forward"
             )
 
     def _check_policy_loss(self) -> None:
@@ -424,5 +424,5 @@ class AlgorithmConfig(StrictModel):
         if self.policy_loss.type == "reinforce" and needless:
             raise ValueError(
                 "policy_loss=reinforce has no ratio, so a forward pass for old_log_probs would "
-                "have no effect. Set old_log_probs=auto and mini_batches=1."
+                "have no effect. Set old_log_probs=auto and mini_batches=1"
             )

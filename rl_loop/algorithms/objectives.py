@@ -280,7 +280,7 @@ def _policy_loss(
     if log_probs.requires_grad and not result.loss.requires_grad:
         raise ValueError(
             f"{name} returned a loss that has no gradient for log_probs. Compute the loss from "
-            "the log_probs of its inputs."
+            "the log_probs of its inputs"
         )
     for metric, total in result.sums.items():
         if not isinstance(total, torch.Tensor) or total.shape != ():

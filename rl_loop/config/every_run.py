@@ -100,14 +100,14 @@ class RunConfig(EpisodesConfig, TrainerConfig):
                 raise ValueError(
                     f"parallel.context_scheme_{kind}=all_to_all does not support training.share_prefixes "
                     f"({self.training.share_prefixes}). Set the scheme to auto, or share_prefixes "
-                    "to off."
+                    "to off"
                 )
         if self.ablation.router_noise > 0:
             raise ValueError(
                 f"ablation.router_noise ({self.ablation.router_noise:g}) draws other experts for "
                 "each copy of a token, so training.share_prefixes "
                 f"({self.training.share_prefixes}) would change the result. Set one of them to its "
-                "default."
+                "default"
             )
 
     def _check_adapter(self) -> None:
@@ -115,13 +115,13 @@ class RunConfig(EpisodesConfig, TrainerConfig):
             if self.initial_adapter is not None:
                 raise ValueError(
                     f"initial_adapter ({self.initial_adapter}) has no effect while adapter is "
-                    "null. Set adapter to the settings that the adapters were trained with."
+                    "null. Set adapter to the settings that the adapters were trained with"
                 )
             if self.training.keep_adapters:
                 raise ValueError(
                     "training.keep_adapters has no effect while adapter is null. Set it to "
                     "false, or set adapter. training.keep_checkpoints is the number of full "
-                    "checkpoints to keep."
+                    "checkpoints to keep"
                 )
             return
 
@@ -142,7 +142,7 @@ class RunConfig(EpisodesConfig, TrainerConfig):
                 f"adapter.expert_rank ({rank}) exceeds {engine.max_unmerged_rank}, the largest rank of unmerged "
                 f"adapters on {engine.type} servers with rollout.engine.quantization="
                 f"{engine.experts_format}. Lower it, or set adapter.merge_experts=true and leave "
-                "rollout.engine.quantization out."
+                "rollout.engine.quantization out"
             )
 
     def _check_unmerged_experts(self) -> None:
@@ -151,7 +151,7 @@ class RunConfig(EpisodesConfig, TrainerConfig):
         if engine.keeps_weights and self.unmerged_adapter is None:
             raise ValueError(
                 "rollout.engine.keep_weights: weight syncs send all weights unless adapter.merge_experts is false. "
-                "Leave it out."
+                "Leave it out"
             )
         # Merging in fp32 loses less than training can notice.
         if self.unmerged_adapter is None or engine.has_mxfp4_experts or self.dtype == "fp32":
@@ -159,7 +159,7 @@ class RunConfig(EpisodesConfig, TrainerConfig):
         raise ValueError(
             f"adapter.merge_experts (false): {engine.type} engines would hold merged experts in {self.dtype}, which "
             "is another policy than the trained one. Set rollout.engine.type=sglang and "
-            "rollout.engine.quantization=mxfp4, or adapter.merge_experts=true."
+            "rollout.engine.quantization=mxfp4, or adapter.merge_experts=true"
         )
 
     def _check_dense(self) -> None:
@@ -172,16 +172,14 @@ class RunConfig(EpisodesConfig, TrainerConfig):
         family = self.model.model_type
         if self.rollout.routed_experts:
             raise ValueError(
-                f"rollout.routed_experts: a {family} model has no experts. Leave it out."
+                f"rollout.routed_experts: a {family} model has no experts. Leave it out"
             )
         if ablation.router_noise > 0:
-            raise ValueError(
-                f"ablation.router_noise: a {family} model has no router. Leave it out."
-            )
+            raise ValueError(f"ablation.router_noise: a {family} model has no router. Leave it out")
 
         if ablation.without:
             raise ValueError(
-                f"ablation.without: a {family} model has no attention sinks. Leave it out."
+                f"ablation.without: a {family} model has no attention sinks. Leave it out"
             )
 
     def _check_engine(self) -> None:
@@ -191,7 +189,7 @@ class RunConfig(EpisodesConfig, TrainerConfig):
             raise ValueError(
                 "ablation.without=[engine_sinks] and ablation.engine_noise change tensors on "
                 f"their way to the engine, but engine {engine.type} receives its tensors another "
-                "way. Set rollout.engine.type=embedded."
+                "way. Set rollout.engine.type=embedded"
             )
         self._check_engine_quantization()
 
@@ -200,7 +198,7 @@ class RunConfig(EpisodesConfig, TrainerConfig):
             raise ValueError(
                 f"rollout.purification needs log-probs at rollout.temperature ({temperature}), "
                 f"but engine {engine.type} scores at temperature 1 only. Set "
-                "rollout.temperature=1 or rollout.engine.type=embedded."
+                "rollout.temperature=1 or rollout.engine.type=embedded"
             )
 
     def _check_engine_quantization(self) -> None:
@@ -225,5 +223,5 @@ class RunConfig(EpisodesConfig, TrainerConfig):
         if noise > 0 and self.trained_quantization is not None:
             raise ValueError(
                 f"ablation.engine_noise ({noise:g}) cannot be added to experts in "
-                f"{self.quantization}. Leave quantization out."
+                f"{self.quantization}. Leave quantization out"
             )

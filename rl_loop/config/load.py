@@ -1,6 +1,5 @@
 """Reads configurations: YAML files with overrides from the command line."""
 
-import json
 import re
 from pathlib import Path
 from typing import Any
@@ -12,14 +11,20 @@ from yaml import YAMLError
 
 from megatron_gptoss.config import StrictModel
 from megatron_gptoss.families.registry import read_hf_config
-from rl_loop.algorithms.choices import CHOICES, as_section
+from rl_loop.algorithms.choices import CHOICES
 from rl_loop.config.errors import ConfigError
 from rl_loop.config.every_run import RunConfig
+from rl_loop.config.overrides import (
+    drop_replaced_data,
+    insert_choices,
+    leaf_keys,
+    name_single_sources,
+    reject_split_data,
+)
 from rl_loop.config.run import RlConfig, SftConfig
 from rl_loop.config.shipped import find_config, find_section, section_names
 from rl_loop.config.suggestions import known_keys, similar_keys, similar_names
 from rl_loop.config.tinker import TinkerConfig
-from rl_loop.conversations.config import ONLY_SOURCE, ConversationSource
 from rl_loop.registry import TAG
 
 
@@ -56,24 +61,24 @@ def load_config[Config: RunConfig](
     if not path.exists():
         raise ConfigError(f"{path}: no such file{similar_names(path.stem, kind.command)}")
     tree = read_yaml(path)
-    changes = overrides or []
+    overrides = overrides or []
     # OmegaConf would read a word without "=" as a key that is null.
-    for change in changes:
-        if not re.match("[^=]+=", change):
+    for override in overrides:
+        if not re.match("[^=]+=", override):
             raise ConfigError(
-                f"override {change!r} is not of the form key=value, such as optimizer.lr=1e-6"
+                f"override {override!r} is not of the form key=value, such as optimizer.lr=1e-6"
             )
-    # Insert before the other overrides, which may change values of the named file.
+    # Insert before the other overrides, which may set values of the named file.
     for key in ("model", "algorithm"):
-        changes = _insert_named_section(path, tree, key, changes)
-    # Rename before the next steps, which compare full keys.
-    changes = _name_only_sources(tree, changes)
-    _drop_replaced_sections(tree, changes)
-    _reject_split_data(path, tree, changes)
+        overrides = _insert_named_section(path, tree, key, overrides)
+    # Before the next steps, which compare full keys.
+    overrides = name_single_sources(tree, overrides)
+    drop_replaced_data(tree, overrides)
+    reject_split_data(path, tree, overrides)
 
     try:
-        changes = _insert_choices(tree, changes)
-        merged = OmegaConf.merge(tree, OmegaConf.from_dotlist(changes))
+        overrides = insert_choices(tree, overrides)
+        merged = OmegaConf.merge(tree, OmegaConf.from_dotlist(overrides))
         # Resolve ``${...}`` here, because pydantic does not know it.
         raw = OmegaConf.to_container(merged, resolve=True)
     except OmegaConfBaseException as error:
@@ -81,107 +86,10 @@ def load_config[Config: RunConfig](
     except TypeError:
         # OmegaConf does not report which override it was.
         raise ConfigError(
-            f"{path}: one of the overrides {' '.join(changes)} sets a list where the file has "
-            "keys, or keys where the file has a list. Correct the override."
+            f"{path}: one of the overrides {' '.join(overrides)} sets a list where the file has "
+            "keys, or keys where the file has a list. Correct the override"
         ) from None
     return validated(path, kind, raw)
-
-
-HELD_OUT_OF = {"path": "validation_path", "train_path": "held_out_path"}
-"""Keys of training data, and of the corresponding held-out data."""
-DATA_KEYS = ("data", "vocabulary_data")
-"""Sections that accept a single source without a name (``DataConfig``)."""
-
-
-def _name_only_sources(tree: Any, changes: list[str]) -> list[str]:
-    """Name single sources of data, in the YAML tree and in the overrides."""
-    # ``data.path`` and ``data.sources.data.path`` are the same key, and the override must win.
-    renamed = list(changes)
-    for section in DATA_KEYS:
-        data = tree.get(section)
-        if not OmegaConf.is_dict(data):
-            continue
-        short = [key for key in data if key in ConversationSource.model_fields]
-        named = data.get("sources", {})
-        # A file that has both forms is rejected later, by ``CorpusConfig``.
-        if short and not named:
-            data["sources"] = {ONLY_SOURCE: {key: data.pop(key) for key in short}}
-
-        # With several sources, a short key belongs to none of them.
-        if set(data.get("sources", {})) != {ONLY_SOURCE}:
-            continue
-        for number, change in enumerate(renamed):
-            key, _, value = change.partition("=")
-            field = key.removeprefix(f"{section}.")
-            # ``removeprefix`` returns the key itself if it belongs to another section.
-            if key != field and field.split(".")[0] in ConversationSource.model_fields:
-                renamed[number] = f"{section}.sources.{ONLY_SOURCE}.{field}={value}"
-    return renamed
-
-
-def _reject_split_data(path: Path, tree: Any, changes: list[str]) -> None:
-    """Raise ConfigError if overrides replace training data but not the file's held-out data."""
-    # OmegaConf parses slowly, and all of these keys contain "path".
-    path_changes = [change for change in changes if "path" in change]
-    keys = {key for change in path_changes for key in _keys_of_change(change)}
-    for key in sorted(keys):
-        section, _, name = key.rpartition(".")
-        if name not in HELD_OUT_OF or not section:
-            continue
-        held_out = f"{section}.{HELD_OUT_OF[name]}"
-        value = OmegaConf.select(tree, held_out)
-        if value is not None and held_out not in keys:
-            # Show the short keys, as users of a single source write them.
-            held_out, key = (k.replace(f".sources.{ONLY_SOURCE}.", ".") for k in (held_out, key))
-            raise ConfigError(
-                f"{held_out}: {value} belongs to the {key} of {path}, which an override "
-                f"replaces. Add {held_out}=FILE, or {held_out}=null."
-            )
-
-
-def _keys_of_change(change: str) -> list[str]:
-    """Return the keys of all values in an override, including values in a mapping."""
-    return _leaf_keys(_values_of_change(change))
-
-
-def _mappings_of_change(change: str) -> list[str]:
-    """Return the keys of all mappings in an override, outer ones first."""
-
-    def list_keys(values: Any, prefix: str) -> list[str]:
-        if not isinstance(values, dict):
-            return []
-        below = [key for name in values for key in list_keys(values[name], f"{prefix}{name}.")]
-        return [prefix.removesuffix("."), *below]
-
-    return list_keys(_values_of_change(change), "")
-
-
-def _values_of_change(change: str) -> Any:
-    try:
-        return OmegaConf.to_container(OmegaConf.from_dotlist([change]))
-    except OmegaConfBaseException:
-        return {}  # ``load_config`` reports the error.
-
-
-DATA_SECTION = re.compile(r"(.*\.)?(data|vocabulary_data|sources|sources\.[^.]+)")
-"""Keys whose mapping describes all data, or all of one source."""
-
-
-def _drop_replaced_sections(tree: Any, changes: list[str]) -> None:
-    """Delete the data that an override ``key={...}`` replaces."""
-    # A merge would keep files of the other data.
-    for change in changes:
-        key, _, value = change.partition("=")
-        # Other values replace a section in any case. Only mappings would be merged.
-        if not value.lstrip().startswith("{"):
-            continue
-        for replaced in filter(DATA_SECTION.fullmatch, _mappings_of_change(change)):
-            if not f"{replaced}.".startswith(f"{key}."):
-                continue  # Only a parent of the key.
-            parent, _, name = replaced.rpartition(".")
-            section = OmegaConf.select(tree, parent) if parent else tree
-            if OmegaConf.is_dict(section) and name in section:
-                del section[name]
 
 
 def value_origins(
@@ -197,17 +105,17 @@ def value_origins(
         overrides: ``key.sub=value`` each.
 
     Returns:
-        By dotted key: the file with the value, or "command line". Other keys have defaults. A key
-        includes all keys below it.
+        {dotted key: the file with the value, or "command line"}. Keys that are missing have
+        defaults. A key includes all keys below it.
     """
     path = find_config(path, kind.command)
     # Only the keys matter here, so references in values stay unresolved.
     tree = OmegaConf.to_container(read_yaml(path))
     assert isinstance(tree, dict)
-    origins = {key: str(path) for key in _leaf_keys(tree)}
+    origins = {key: str(path) for key in leaf_keys(tree)}
 
-    for change in overrides or []:
-        key, _, value = change.partition("=")
+    for override in overrides or []:
+        key, _, value = override.partition("=")
         # These overrides name a file. Its values are added below.
         if key in ("model", "algorithm"):
             tree[key] = value
@@ -223,7 +131,7 @@ def value_origins(
         if isinstance(tree.get(key), str):
             origins.pop(key, None)
             file, section = _named_section(path, key, tree[key])
-            for name in _leaf_keys(section):
+            for name in leaf_keys(section):
                 full = f"{key}.{name}"
                 choice = next((c for c in CHOICES if full == c or full.startswith(f"{c}.")), None)
                 if choice is None:
@@ -233,13 +141,6 @@ def value_origins(
                     origins.setdefault(f"{choice}.type" if full == choice else full, str(file))
     # A plain name sets the type of a choice. The other values are the defaults of that type.
     return origins | {f"{key}.type": origin for key, origin in chosen.items()}
-
-
-def _leaf_keys(tree: Any, prefix: str = "") -> list[str]:
-    """List the dotted keys of all values in a tree of mappings."""
-    if not isinstance(tree, dict) or not tree:
-        return [prefix.removesuffix(".")] if prefix else []
-    return [leaf for key, value in tree.items() for leaf in _leaf_keys(value, f"{prefix}{key}.")]
 
 
 def load_rl_config(path: Path, overrides: list[str] | None = None) -> RlConfig:
@@ -264,79 +165,21 @@ def _get_config_class(command: str) -> type[RunConfig]:
     return kinds[command]
 
 
-def _insert_named_section(path: Path, tree: Any, key: str, changes: list[str]) -> list[str]:
-    """Insert the file that ``key`` names, in the YAML tree or in its last override, into ``tree``.
+def _insert_named_section(path: Path, tree: Any, key: str, overrides: list[str]) -> list[str]:
+    """Insert the values of the file that ``key`` names into ``tree``.
+
+    The last override of ``key`` names the file, or the tree if there is no override.
 
     Returns:
         The overrides without those of ``key`` itself. Overrides below ``key`` are kept.
     """
     prefix = f"{key}="
-    names = [change.removeprefix(prefix) for change in changes if change.startswith(prefix)]
+    names = [override.removeprefix(prefix) for override in overrides if override.startswith(prefix)]
     # The last override wins, as in OmegaConf.
     name = names[-1] if names else tree.get(key)
     if isinstance(name, str):
         _, tree[key] = _named_section(path, key, name)
-    return [change for change in changes if not change.startswith(prefix)]
-
-
-def _insert_choices(tree: Any, changes: list[str]) -> list[str]:
-    """Insert the type of each of CHOICES, from the YAML tree or its last override, into ``tree``.
-
-    Returns:
-        The overrides without those of a type. Overrides below a section are kept.
-    """
-    changes = [part for change in changes for part in _split_at_choice(change)]
-    for key in CHOICES:
-        section = as_section(_plain(OmegaConf.select(tree, key)))
-        is_chosen = section is not None
-        others = []
-        for change in changes:
-            name = change.partition("=")[0]
-            # ``policy_loss=NAME`` and ``policy_loss.type=NAME`` both set the type.
-            if name not in (key, f"{key}.type"):
-                others.append(change)
-                continue
-
-            is_chosen = True
-            # from_dotlist parses the value as YAML, so ``{type: ppo, ...}`` becomes a mapping.
-            value = as_section(_plain(OmegaConf.select(OmegaConf.from_dotlist([change]), name)))
-            # An override of the type with the same type keeps the other keys of the section.
-            # Another type replaces the section, because losses have different bounds.
-            keeps_type = isinstance(section, dict) and section.get("type") == _read_type(value)
-            if name == key or not keeps_type:
-                section = value
-        changes = others
-        if is_chosen:
-            # A merge would keep keys of the other type, which the new type rejects.
-            OmegaConf.update(tree, key, section, merge=False, force_add=True)
-    return changes
-
-
-def _split_at_choice(change: str) -> list[str]:
-    """Return an override, with one of CHOICES inside its mapping as a separate override."""
-    name = change.partition("=")[0]
-    key = next((key for key in CHOICES if key.startswith(f"{name}.")), None)
-    if key is None:
-        return [change]
-    section: Any = OmegaConf.select(OmegaConf.from_dotlist([change]), name)
-    if not OmegaConf.is_dict(section):
-        return [change]
-    *sections, last = key.removeprefix(f"{name}.").split(".")
-    parent: Any = OmegaConf.select(section, ".".join(sections)) if sections else section
-    if not OmegaConf.is_dict(parent) or last not in parent:
-        return [change]
-    # JSON is YAML, too.
-    chosen = json.dumps(_plain(parent.pop(last)))
-    return [f"{name}={json.dumps(_plain(section))}", f"{key}={chosen}"]
-
-
-def _plain(value: Any) -> Any:
-    """Return a value of OmegaConf as a plain Python value."""
-    return OmegaConf.to_container(value) if OmegaConf.is_config(value) else value
-
-
-def _read_type(section: Any) -> Any:
-    return section.get("type") if isinstance(section, dict) else None
+    return [override for override in overrides if not override.startswith(prefix)]
 
 
 def _named_section(path: Path, key: str, name: str) -> tuple[Path, Any]:
@@ -424,7 +267,7 @@ def read_yaml(path: Path) -> Any:
     except FileNotFoundError:
         raise ConfigError(f"{path}: no such file") from None
     except IsADirectoryError:
-        raise ConfigError(f"{path} is a directory. Name the YAML file.") from None
+        raise ConfigError(f"{path} is a directory. Name the YAML file") from None
     except RecursionError:
         raise ConfigError(
             f"{path}: the YAML has too many nested levels to be parsed. Remove levels"

@@ -151,12 +151,12 @@ class RlConfig(RunConfig):
             raise ValueError(
                 f"rollout.max_episode_tokens ({longest}) exceeds training.max_tokens_per_micro_batch "
                 f"({row}), so the longest episode would not fit into a micro-batch. Lower the "
-                "first or raise the second."
+                "first or raise the second"
             )
         if longest > self.model.max_length:
             raise ValueError(
                 f"rollout.max_episode_tokens ({longest}) exceeds model.max_length "
-                f"({self.model.max_length}). Lower it."
+                f"({self.model.max_length}). Lower it"
             )
 
     def _check_groups(self) -> None:
@@ -169,7 +169,7 @@ class RlConfig(RunConfig):
                 f"rollout.tasks_per_step x samples_per_task ({episodes} episodes) is less than "
                 f"data-parallel ranks x algorithm.mini_batches ({self.parallel.data} x "
                 f"{algorithm.mini_batches}). Sample more episodes, or use fewer ranks or "
-                "mini-batches."
+                "mini-batches"
             )
 
         # Sequences that share prefixes are in one mini-batch.
@@ -179,7 +179,7 @@ class RlConfig(RunConfig):
                 f"training.share_prefixes ({shares}) keeps the samples of a task in one mini-batch, "
                 f"but algorithm.mini_batches ({algorithm.mini_batches}) exceeds "
                 f"rollout.tasks_per_step ({rollout.tasks_per_step}). Lower mini_batches, or set "
-                "share_prefixes to off."
+                "share_prefixes to off"
             )
 
         # In a group of one, the advantage relative to the group is always 0.
@@ -187,7 +187,7 @@ class RlConfig(RunConfig):
             raise ValueError(
                 f"algorithm.advantage {algorithm.advantage.type} compares the samples of a task, "
                 "but rollout.samples_per_task is 1. Use 2 or more samples, or advantage gae or "
-                "reinforce."
+                "reinforce"
             )
 
     def _check_staleness(self) -> None:
@@ -197,7 +197,7 @@ class RlConfig(RunConfig):
             raise ValueError(
                 f"algorithm.max_staleness ({staleness}) samples while the trainer updates, but "
                 "rollout.engine.colocated lets only one of them use the GPUs at a time. Set "
-                "max_staleness=0, or run servers on separate GPUs."
+                "max_staleness=0, or run servers on separate GPUs"
             )
 
     def _check_external_agents(self) -> None:
@@ -211,12 +211,12 @@ class RlConfig(RunConfig):
                 raise ValueError(
                     "vocabulary=tiny is made from texts that are known before the run, but the "
                     f"external agent of tasks.sources.{name} sends its own texts. Set vocabulary_data "
-                    "to the conversations that the policy was fine-tuned on."
+                    "to the conversations that the policy was fine-tuned on"
                 )
             if self.rollout.purification is not None:
                 raise ValueError(
                     "rollout.purification replays tool calls, but the external agent of "
-                    f"tasks.sources.{name} runs its own tools. Set rollout.purification=null."
+                    f"tasks.sources.{name} runs its own tools. Set rollout.purification=null"
                 )
 
     def _check_teachers(self) -> None:
@@ -277,13 +277,13 @@ class RlConfig(RunConfig):
         if algorithm.routing_replay != "none" and self.model.num_experts == 0:
             raise ValueError(
                 f"algorithm.routing_replay ({algorithm.routing_replay}): a "
-                f"{self.model.model_type} model has no experts. Set it to none."
+                f"{self.model.model_type} model has no experts. Set it to none"
             )
         # Only the engine knows the experts that it chose while it sampled.
         if algorithm.routing_replay == "R3" and not rollout.routed_experts:
             raise ValueError(
                 "algorithm.routing_replay=R3 needs the engine's routes. Set "
-                "rollout.routed_experts=true."
+                "rollout.routed_experts=true"
             )
 
         # The penalty begins where the buffer does: at the longest response minus the buffer.
@@ -296,7 +296,7 @@ class RlConfig(RunConfig):
                 f"algorithm.overlong_buffer_tokens ({algorithm.overlong_buffer_tokens}) must be "
                 f"less than the longest response ({longest}, the minimum of rollout.max_sampled_tokens, "
                 "max_episode_tokens and max_turns x max_sampled_tokens_per_turn), because the length "
-                "penalty would otherwise apply to every episode. Lower it."
+                "penalty would otherwise apply to every episode. Lower it"
             )
 
         steps = self.training.steps
@@ -305,7 +305,7 @@ class RlConfig(RunConfig):
             raise ValueError(
                 f"algorithm.critic.warmup_steps ({algorithm.critic.warmup_steps}) must be less "
                 f"than training.steps ({steps}), because the policy would otherwise never be "
-                "trained. Lower it."
+                "trained. Lower it"
             )
 
 
@@ -409,17 +409,17 @@ class SftConfig(RunConfig):
         value = f"load_balancing_loss ({self.load_balancing_loss:g})"
         if self.model.num_experts == 0:
             raise ValueError(
-                f"{value}: a {self.model.model_type} model has no experts. Leave it out."
+                f"{value}: a {self.model.model_type} model has no experts. Leave it out"
             )
         # The loss would otherwise change other parts so that frozen routers choose evenly.
         if self.adapter is not None and "router" not in self.adapter.targets:
             raise ValueError(
-                f"{value} needs trained routers. Add router to adapter.targets, or leave it out."
+                f"{value} needs trained routers. Add router to adapter.targets, or leave it out"
             )
         if "experts" in self.ablation.freeze:
             raise ValueError(
                 f"{value} needs trained routers. Remove experts from ablation.freeze, or leave it "
-                "out."
+                "out"
             )
         return self
 
@@ -432,7 +432,7 @@ class SftConfig(RunConfig):
             raise ValueError(
                 f"data.max_tokens ({self.data.max_tokens}) exceeds "
                 f"training.max_tokens_per_micro_batch ({row}) or model.max_length ({longest}), "
-                "so the longest sample would not fit. Lower it."
+                "so the longest sample would not fit. Lower it"
             )
         return self
 
@@ -440,7 +440,7 @@ class SftConfig(RunConfig):
 def _check_top_k(section: str, top_k: int, vocab_size: int) -> None:
     if top_k > vocab_size:
         raise ValueError(
-            f"{section}.top_k ({top_k}) exceeds model.vocab_size ({vocab_size}). Lower it."
+            f"{section}.top_k ({top_k}) exceeds model.vocab_size ({vocab_size}). Lower it"
         )
 
 
@@ -475,5 +475,5 @@ def check_reward_parts(config: RlConfig, parts: set[str]) -> None:
         raise ConfigError(
             f"algorithm.{key}: no environment of tasks.sources has the reward "
             f"part {', '.join(unknown)}. Known parts: {', '.join(sorted(parts))}. An environment "
-            "declares its parts in end_truncated()."
+            "declares its parts in end_truncated()"
         )

@@ -43,7 +43,7 @@ def load_served_config(path: Path, overrides: list[str] | None = None) -> RunCon
     if not (path / "config.json").exists():
         raise ConfigError(
             f"{path} is neither a run (config.yaml) nor a Hugging Face directory (config.json). "
-            "Name one of them."
+            "Name one of them"
         )
     return _config_of_model(path, overrides or [])
 

@@ -74,23 +74,23 @@ class SourceConfig(StrictModel):
         if self.train_path is not None and self.held_out_path is None:
             raise ValueError(
                 "train_path needs held_out_path, because accuracy is measured on tasks that are "
-                "not trained on. Set held_out_path."
+                "not trained on. Set held_out_path"
             )
         if self.held_out_path is not None and self.train_path is None and self.weight > 0:
             raise ValueError(
-                "held_out_path has no train_path. Set train_path, or weight=0 to evaluate only."
+                "held_out_path has no train_path. Set train_path, or weight=0 to evaluate only"
             )
 
         if self.pass_rate is not None and self.train_path is None:
             raise ValueError(
                 "pass_rate selects the tasks of train_path, but train_path is null. Set "
-                "train_path, or leave pass_rate out."
+                "train_path, or leave pass_rate out"
             )
         # A column mapping without data would have no effect.
         if self.columns and self.held_out_path is None:
             raise ValueError(
                 "columns apply to train_path and held_out_path, but both are null. Set these "
-                "paths, or leave columns out."
+                "paths, or leave columns out"
             )
 
         # Report wrong options with the other mistakes of the configuration, not at the first
@@ -116,6 +116,6 @@ class TaskConfig(StrictModel):
         # Weight 0 is for evaluation only, so a run needs another source to train on.
         if not any(source.weight > 0 for source in self.sources.values()):
             raise ValueError(
-                "every source has weight 0. Set the weight of at least one source above 0."
+                "every source has weight 0. Set the weight of at least one source above 0"
             )
         return self

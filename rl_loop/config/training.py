@@ -55,7 +55,7 @@ class TrainingConfig(StrictModel):
             raise ValueError(
                 f"training.min_shared ({self.min_shared}) has no effect while "
                 "training.share_prefixes is off. Leave it out, or set share_prefixes to prompts or "
-                "all."
+                "all"
             )
         return self
 

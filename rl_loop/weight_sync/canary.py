@@ -257,6 +257,6 @@ def check_mxfp4_experts(trainer: CheckedTrainer, engines: CheckedEngines, versio
                 f"tensor {name}: its MXFP4 values on rollout worker {worker} differ from those of the "
                 f"trainer after the sync of weights {version} (digest {found.get(name, 'none')}, "
                 f"expected {expected.get(name, 'none')}). The run has not trained on this version. "
-                "Continue from the last checkpoint with --resume."
+                "Continue from the last checkpoint with --resume"
             )
     return expected
