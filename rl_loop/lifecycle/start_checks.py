@@ -8,26 +8,21 @@ server, show up later.
 import importlib.util
 import logging
 import os
-import tempfile
 from dataclasses import replace
 from pathlib import Path
 
-from megatron_gptoss.families.gpt_oss.config import RELEASED_VOCABULARY
 from megatron_gptoss.nvidia_smi import smallest_gpu
-from megatron_gptoss.user_error import UserError
-from rl_loop.chat.tokenizer_vocabulary import TOKENIZER_FILE, text_tokens
+from rl_loop.chat.tokenizer_vocabulary import text_tokens
 from rl_loop.cluster.placement import has_placement
 from rl_loop.config.errors import StartError
 from rl_loop.config.every_run import RunConfig
 from rl_loop.config.rollout_advice import rollout_warnings
 from rl_loop.config.run import RlConfig, SftConfig, read_model
-from rl_loop.config.served import load_served_config
 from rl_loop.config.tasks import SourceConfig
 from rl_loop.conversations.config import DataConfig
 from rl_loop.data.hub import is_hub_dataset
 from rl_loop.engines.sglang.config import SglangConfig
 from rl_loop.environments import environment_class
-from rl_loop.harmony.o200k import ensure_o200k
 from rl_loop.lifecycle.address_checks import check_endpoint, check_ray_address
 from rl_loop.lifecycle.disk_checks import check_disk, check_writable, disk_need
 from rl_loop.lifecycle.error_hints import how_to_make, how_to_make_weights
@@ -39,21 +34,22 @@ from rl_loop.lifecycle.store_size import (
     rl_store_need,
     sft_store_need,
 )
+from rl_loop.lifecycle.vocabulary_checks import check_chat_format, check_tiny_vocabulary
 from rl_loop.lifecycle.weight_checks import (
     check_initial_adapter,
     check_newest_checkpoint,
     check_weights,
 )
 from rl_loop.sandbox import check_isolation
-from rl_loop.tasks.codec import build_codec, detect_chat_format, tokenizer_directory
+from rl_loop.tasks.codec import tokenizer_directory
 from rl_loop.tasks.task_file import TaskData
 from rl_loop.tracking.run_directory import RunDirectory
 
 logger = logging.getLogger(__name__)
 
-TURNS = 4
-"""Estimated turns of the assistant in a conversation."""
-READ_NOW_BYTES = 20 << 20
+ASSUMED_TURNS = 4
+"""Turns of the assistant in a conversation that is not read yet, to predict memory."""
+MAX_CHECKED_FILE_BYTES = 20 << 20
 """Maximum size of a task file whose rows are all checked, 20 MiB.
 
 Larger files would take too long.
@@ -107,121 +103,7 @@ def check_run_requirements(config: RunConfig, has_own_ray: bool = False) -> None
         check_local_store(store_need(config))
 
 
-def check_chat_format(config: RunConfig) -> None:
-    """Check the vocabulary, and that the chat format supports the configuration.
-
-    Raises:
-        StartError: the vocabulary does not fit, or the chat format does not support a setting.
-        TokenizerError: the tokenizer cannot be read.
-        VocabularyUnavailableError: the vocabulary of the released models is needed and missing.
-    """
-    if config.vocabulary == "tokenizer":
-        _check_tokenizer(config.tokenizer_source)
-    chat_format = detect_chat_format(config)
-    # The tiny vocabularies and Harmony's parser use tokens of the released models.
-    if config.vocabulary != "tokenizer" or chat_format == "harmony":
-        ensure_o200k()
-    if config.vocabulary == "gptoss":
-        _check_released_vocabulary(config)
-    if chat_format == "chatml":
-        _check_chatml(config)
-
-
-def _check_tokenizer(source: Path | None) -> None:
-    """Raise StartError if there is no tokenizer."""
-    if source is not None and not source.exists():
-        raise StartError(
-            f"vocabulary=tokenizer: {source} does not exist. {how_to_make_weights(source)}"
-        )
-    if tokenizer_directory(source) is None:
-        raise StartError(
-            "vocabulary=tokenizer: there is no tokenizer.json in "
-            f"{source or 'initial_weights, which is null'}. Set tokenizer to a directory that "
-            "has one"
-        )
-
-
-def _check_released_vocabulary(config: RunConfig) -> None:
-    """Raise StartError if the model does not have the released models' ids."""
-    family = config.model.model_type
-    if detect_chat_format(config) != "harmony":
-        raise StartError(
-            f"vocabulary=gptoss does not fit a {family} model. Set vocabulary=tokenizer for the "
-            "tokenizer of the checkpoint, or vocabulary=tiny"
-        )
-    if config.model.vocab_size != RELEASED_VOCABULARY:
-        raise StartError(
-            f"vocabulary=gptoss has {RELEASED_VOCABULARY} ids, but model.vocab_size is "
-            f"{config.model.vocab_size}. Set vocabulary=tokenizer for the tokenizer of the "
-            "checkpoint, or vocabulary=tiny"
-        )
-
-
-def _check_chatml(config: RunConfig) -> None:
-    """Raise StartError for settings that only Harmony supports."""
-    if isinstance(config, SftConfig) and config.demonstrations.history == "harmony":
-        raise StartError(
-            "demonstrations.history=harmony is only for Harmony. A model with ChatML sees earlier "
-            "turns as they were sampled. Set demonstrations.history=append"
-        )
-
-
-def check_tiny_vocabulary(config: RunConfig) -> None:
-    """Raise StartError if the initial weights are those of a run with another tiny vocabulary.
-
-    The ids of that run stand for other tokens, so training would continue with a policy that writes
-    meaningless text, without an error.
-    """
-    weights = config.initial_weights
-    if config.vocabulary != "tiny" or weights is None:
-        return
-
-    try:
-        differs = _has_other_tokens(weights, config)
-    except (UserError, ValueError, OSError) as error:
-        # The vocabulary of a run without an export depends on its data, which may be gone.
-        logger.warning(
-            "initial_weights: the vocabulary of %s was not compared with that of this run: %s",
-            weights,
-            error,
-        )
-        return
-
-    if differs:
-        raise StartError(
-            f"initial_weights: {weights} has another tiny vocabulary, which consists of the words "
-            "of tasks or conversations. Use the tasks.sources of that run, or set vocabulary_data "
-            "to its data"
-        )
-
-
-def _has_other_tokens(weights: Path, config: RunConfig) -> bool:
-    """Return True if an export or a run has other tokens than the tiny vocabulary of a run."""
-    if (weights / TOKENIZER_FILE).exists():
-        return text_tokens(weights) != _tiny_tokens(config)
-    if not (weights / "config.yaml").exists():
-        return False
-
-    earlier = load_served_config(weights)
-    if _vocabulary_sources(earlier) == _vocabulary_sources(config):
-        return False
-    return _tiny_tokens(earlier) != _tiny_tokens(config)
-
-
-def _vocabulary_sources(config: RunConfig) -> tuple[object, ...]:
-    """Return the settings that decide which tokens a tiny vocabulary has."""
-    words = config.vocabulary_conversations or config.tasks.sources
-    return config.vocabulary, detect_chat_format(config), config.model.vocab_size, words
-
-
-def _tiny_tokens(config: RunConfig) -> dict[str, int]:
-    """Return the ids of a tiny vocabulary's text tokens."""
-    with tempfile.TemporaryDirectory() as scratch:
-        build_codec(config).vocabulary.save(Path(scratch))
-        return text_tokens(Path(scratch))
-
-
-def check_teacher(key: str, teacher: Path, config: RunConfig) -> None:
+def check_teacher(teacher: Path, config: RunConfig) -> None:
     """Check that a directory has a teacher for the configured model.
 
     Args:
@@ -230,8 +112,8 @@ def check_teacher(key: str, teacher: Path, config: RunConfig) -> None:
         config: configuration of the run.
 
     Raises:
-        StartError: the weights are missing or incomplete, the vocabulary is another one, or the
-            teacher does not fit the layout of the policy.
+        StartError: the weights are missing or incomplete, the vocabularies differ, or the teacher
+            does not fit the layout of the policy.
         TokenizerError: a tokenizer cannot be read.
     """
     try:
@@ -408,7 +290,7 @@ def _check_file(key: str, path: Path) -> None:
 
 def _read_rows(source: SourceConfig, path: str) -> None:
     """Raise TaskFileError that names the line of the first wrong row."""
-    if path.endswith(".parquet") or Path(path).stat().st_size > READ_NOW_BYTES:
+    if path.endswith(".parquet") or Path(path).stat().st_size > MAX_CHECKED_FILE_BYTES:
         # Readers of Parquet take seconds to import.
         return
     environment = environment_class(source.environment)
@@ -494,7 +376,7 @@ def check_tracking() -> None:
 
 
 def store_need(config: RunConfig) -> StoreNeed:
-    """Compute the contents of Ray's object store in the steps of a run."""
+    """Predict the contents of Ray's object store in the steps of a run."""
     if isinstance(config, RlConfig):
         return rl_store_need(
             config.model,
@@ -511,7 +393,7 @@ def store_need(config: RunConfig) -> StoreNeed:
     if config.data is None or not config.samples:
         return need
     # The number of turns is known only after the conversations were read.
-    turns = TURNS * config.data.sampled_conversations * len(config.data.sources)
+    turns = ASSUMED_TURNS * config.data.sampled_conversations * len(config.data.sources)
     sampled = evaluation_store_need(config.model, config.dtype, config.rollout, episodes=turns)
     return replace(
         need,
@@ -522,7 +404,7 @@ def store_need(config: RunConfig) -> StoreNeed:
 
 
 def evaluation_need(config: RunConfig, tasks: int) -> StoreNeed:
-    """Compute the contents of Ray's object store in ``gptoss eval``.
+    """Predict the contents of Ray's object store in ``gptoss eval``.
 
     Args:
         config: configuration of the evaluation.

@@ -104,6 +104,7 @@ MODULES_THAT_KNOW_A_WHOLE_CONFIGURATION = {
     "rl_loop/lifecycle/disk_checks.py",
     "rl_loop/lifecycle/resume.py",
     "rl_loop/lifecycle/start_checks.py",
+    "rl_loop/lifecycle/vocabulary_checks.py",
     "rl_loop/lifecycle/weight_checks.py",
     "rl_loop/loop.py",
     "rl_loop/play/episode.py",

@@ -23,7 +23,7 @@ from rl_loop.config.load import load_config
 from rl_loop.config.run import SftConfig
 from rl_loop.conversations.errors import DataError
 from rl_loop.evaluation.chat_statistics import chat_figures, chat_statistics
-from rl_loop.lifecycle.start_checks import check_chat_format
+from rl_loop.lifecycle.vocabulary_checks import check_chat_format
 from rl_loop.run import RunInterrupted, run_evaluation, run_sft
 from rl_loop.tracking.episode_reader import EpisodeReader
 from rl_loop.tracking.run_directory import read_json, read_json_lines

@@ -17,7 +17,7 @@ from rl_loop.config.load import load_config
 from rl_loop.config.run import RlConfig, SftConfig
 from rl_loop.config.training import DemonstrationConfig
 from rl_loop.export import export_policy, greedy_agreement
-from rl_loop.lifecycle.start_checks import check_chat_format
+from rl_loop.lifecycle.vocabulary_checks import check_chat_format
 from rl_loop.run_parts import build_tasks
 from rl_loop.tracking.run_directory import read_training_steps
 from tests.support.in_process import LocalRollouts, local_loop, local_trainer

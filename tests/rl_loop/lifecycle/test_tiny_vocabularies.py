@@ -10,7 +10,7 @@ import yaml
 from rl_loop.config.errors import StartError
 from rl_loop.config.load import dump_config, load_rl_config, load_run_config
 from rl_loop.config.run import RlConfig
-from rl_loop.lifecycle.start_checks import check_tiny_vocabulary
+from rl_loop.lifecycle.vocabulary_checks import check_tiny_vocabulary
 from rl_loop.tasks.codec import build_codec
 
 CONFIGS = Path(__file__).parents[3] / "configs"
@@ -34,7 +34,7 @@ def rl_from(weights: Path, *overrides: str) -> RlConfig:
 def test_weights_of_a_run_on_other_tasks_are_rejected(tmp_path: Path) -> None:
     run = save_run(tmp_path / "arithmetic")
     check_tiny_vocabulary(rl_from(run))
-    with pytest.raises(StartError, match="arithmetic has another tiny vocabulary"):
+    with pytest.raises(StartError, match="arithmetic has a different tiny vocabulary"):
         check_tiny_vocabulary(rl_from(run, OTHER_TASKS))
 
 
@@ -49,7 +49,7 @@ def test_export_has_the_vocabulary_of_its_run(tmp_path: Path) -> None:
     export.mkdir()
     build_codec(rl_from(tmp_path)).vocabulary.save(export)
     check_tiny_vocabulary(rl_from(export))
-    with pytest.raises(StartError, match="export has another tiny vocabulary"):
+    with pytest.raises(StartError, match="export has a different tiny vocabulary"):
         check_tiny_vocabulary(rl_from(export, OTHER_TASKS))
 
 

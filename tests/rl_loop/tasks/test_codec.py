@@ -17,7 +17,7 @@ from rl_loop.config.run import RlConfig
 from rl_loop.environments import arithmetic
 from rl_loop.harmony.codec import Harmony
 from rl_loop.harmony.vocabulary import SPECIAL_TOKENS, HarmonyTokenizer, TinyVocabulary
-from rl_loop.lifecycle.start_checks import check_chat_format
+from rl_loop.lifecycle.vocabulary_checks import check_chat_format
 from rl_loop.run_parts import collect_model_card_facts
 from rl_loop.tasks.codec import build_codec, tokenizer_directory, with_tokenizer_from
 from tests.support.rl_loop.chatml_vocabularies import without_call_tokens
