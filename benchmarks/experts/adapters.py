@@ -31,8 +31,8 @@ if str(PLUGIN) not in sys.path:
     sys.path.append(str(PLUGIN))
 
 import gptoss_adapted_moe as adapted  # noqa: E402
-import gptoss_expert_routing as routing  # noqa: E402
 import gptoss_hopper_layout as layout  # noqa: E402
+import gptoss_routing_kernels as routing  # noqa: E402
 import gptoss_small_batch_moe as moe  # noqa: E402
 
 SIZES_20B = (32, 4, 2880)

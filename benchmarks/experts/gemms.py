@@ -69,6 +69,7 @@ import gptoss_expert_routing  # noqa: E402
 import gptoss_expert_values  # noqa: E402
 import gptoss_hopper_layout as layout  # noqa: E402
 import gptoss_moe_occupancy  # noqa: E402
+import gptoss_routing_kernels  # noqa: E402
 
 EXPERTS, TOP_K, WIDTH = 32, 4, 2880
 """Experts, experts per token, and hidden (= intermediate) size of GPT-OSS-20B."""
@@ -373,10 +374,10 @@ def route(logits: Tensor) -> Any:
     Raises:
         ValueError: if servers use another kernel for this number of tokens.
     """
-    if not gptoss_expert_routing.fits(logits):
+    if not gptoss_routing_kernels.fits(logits):
         raise ValueError(f"{len(logits)} requests: servers route so many by other kernels")
     matmul_ogs = import_module("triton_kernels.matmul_ogs")
-    routes = gptoss_expert_routing.route(logits, TOP_K)
+    routes = gptoss_routing_kernels.route(logits, TOP_K)
     return gptoss_expert_routing.as_routing_data(matmul_ogs, routes, TOP_K)
 
 
@@ -472,7 +473,7 @@ def compile_instead_of_starting() -> list[Any]:
     torch.cuda.get_device_properties = lambda *device: hopper  # type: ignore[assignment]
     torch.cuda.get_device_capability = lambda *device: (9, 0)
     # Nothing is routed, so the number of requests may be as large as in a prefill.
-    gptoss_expert_routing.fits = lambda logits: True
+    gptoss_routing_kernels.fits = lambda logits: True
 
     kernels = []
     original = JITFunction.run

@@ -65,7 +65,7 @@ PATTERNS = (
     # is a part of the name, so this group comes first. The plugin: gptoss_small_batch_moe.
     (EXPERTS, r"_matmul_ogs|^_multiply_kernel|\bfused_moe_kernel|Marlin<"),
     # triton_kernels: topk.py, tensor_details. SGLang: topk_softmax, moe_align_block_size. The
-    # plugin: gptoss_expert_routing.
+    # plugin: gptoss_routing_kernels.
     (
         ROUTING,
         r"^_route_kernel|_topk_forward|_sum_bitmatrix_rows|_bitmatrix_metadata_compute|_ragged_tensor_metadata"
@@ -73,7 +73,7 @@ PATTERNS = (
         r"|moe_align|count_and_sort_expert",
     ),
     # triton_kernels: reduce.py. SGLang: moe_sum_reduce, activations that are not compiled. The
-    # plugin: gptoss_expert_routing.
+    # plugin: gptoss_routing_kernels.
     (COMBINE, r"^_reduce|^_sum_kernel|moe_sum|act_and_mul|swiglu"),
     # FlashAttention 3 and its scheduler; SGLang's triton attention. The plugin:
     # gptoss_window_attention.

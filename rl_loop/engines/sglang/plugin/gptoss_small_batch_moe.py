@@ -35,9 +35,9 @@ from typing import Any
 import triton
 import triton.language as tl
 from gptoss_adapted_moe import ADAPTER, FACTORS, ServedAdapter, project, start_sums, to_bf16
-from gptoss_expert_routing import sum_experts
 from gptoss_expert_values import scaled_values
 from gptoss_moe_occupancy import has_plugin_layout, scales_of_program
+from gptoss_routing_kernels import sum_experts
 from torch import Tensor
 
 MAX_TOKENS_PER_EXPERT = 64

@@ -19,7 +19,7 @@ import gptoss_small_batch_moe as matmul
 import torch
 import triton
 import triton.language as tl
-from gptoss_expert_routing import max_blocks, route
+from gptoss_routing_kernels import max_blocks, route
 
 from megatron_gptoss.layers.unmerged import unmerged_product
 from tests.support.rl_loop.engines.expert_matmul_interpreted import (

@@ -130,9 +130,10 @@ def laid_out_by_triton_kernels(
 def _route(logits: torch.Tensor) -> tuple[Any, Any, Any]:
     """Choose 4 experts per token of logits [tokens, experts], in triton_kernels' format."""
     routing = importlib.import_module("gptoss_expert_routing")
+    kernels = importlib.import_module("gptoss_routing_kernels")
     topk = importlib.import_module("sglang.srt.layers.moe.topk")
-    if routing.fits(logits):
-        data, gather, scatter = routing.as_routing_data(topk, routing.route(logits, TOP_K), TOP_K)
+    if kernels.fits(logits):
+        data, gather, scatter = routing.as_routing_data(topk, kernels.route(logits, TOP_K), TOP_K)
     else:
         data, gather, scatter = topk.routing(logits, TOP_K)
     return data, gather, scatter

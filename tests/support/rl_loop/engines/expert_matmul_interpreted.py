@@ -17,8 +17,8 @@ import gptoss_small_batch_moe as matmul
 import torch
 import triton
 import triton.language as tl
-from gptoss_expert_routing import ExpertAssignment, route
 from gptoss_expert_values import _in_order
+from gptoss_routing_kernels import ExpertAssignment, route
 
 CODES = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6])
 EXPERTS, TOP_K = 4, 2

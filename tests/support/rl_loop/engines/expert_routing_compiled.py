@@ -5,7 +5,7 @@ PYTHONPATH=rl_loop/engines/sglang/plugin python -m tests.support.rl_loop.engines
 
 import sys
 
-import gptoss_expert_routing as routing
+import gptoss_routing_kernels as routing
 import torch
 
 from tests.support.rl_loop.engines.compiled_for_hopper import Compiling

@@ -4,7 +4,7 @@ TRITON_INTERPRET=1 PYTHONPATH=rl_loop/engines/sglang/plugin python -m \
     tests.support.rl_loop.engines.expert_routing_interpreted
 """
 
-import gptoss_expert_routing as routing
+import gptoss_routing_kernels as routing
 import torch
 import triton
 import triton.language as tl

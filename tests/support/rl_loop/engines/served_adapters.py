@@ -21,7 +21,7 @@ import gptoss_small_batch_moe as matmul
 import torch
 import triton
 import triton.language as tl  # noqa: F401 the interpreter looks for it
-from gptoss_expert_routing import max_blocks, route
+from gptoss_routing_kernels import max_blocks, route
 from torch import Tensor
 
 from converters.gathering import WeightGathering
