@@ -375,21 +375,19 @@ def timed_waking(watch: Watch) -> Iterator[None]:
     """Time how long servers need to restore their GPU memory, which is part of a sync."""
     from rl_loop.engines.sglang.fleet import SglangFleet
 
-    original = SglangFleet._change_memory
+    original = SglangFleet._resume_memory
 
-    def change_memory(fleet: SglangFleet, urls: Any, path: str, *arguments: Any) -> Any:
-        is_waking = urls and "resume" in path
+    def resume_memory(fleet: SglangFleet, urls: tuple[str, ...], tags: list[str]) -> None:
         began = time.monotonic()
-        result = original(fleet, urls, path, *arguments)
-        if is_waking:
+        original(fleet, urls, tags)
+        if urls:
             watch.seconds["wake"] += time.monotonic() - began
-        return result
 
-    SglangFleet._change_memory = change_memory  # type: ignore[method-assign, assignment]
+    SglangFleet._resume_memory = resume_memory  # type: ignore[method-assign]
     try:
         yield
     finally:
-        SglangFleet._change_memory = original  # type: ignore[method-assign]
+        SglangFleet._resume_memory = original  # type: ignore[method-assign]
 
 
 @dataclass(frozen=True)

@@ -26,9 +26,9 @@ from rl_loop.rollout.episode import (
 from rl_loop.rollout.episode_clock import OutOfTimeError
 from rl_loop.threads import run_in_thread
 
-AGENT_PAUSES = (0.5, 4.0)
-"""Seconds before an episode with an infrastructure failure is repeated, from its beginning and in a
-new session. After the last one it stays invalid."""
+AGENT_RETRY_DELAYS = (0.5, 4.0)
+"""Seconds before each retry of an episode with an infrastructure failure. A retry begins at the
+prompt, in a new session. After the last retry the episode is invalid."""
 
 logger = logging.getLogger(__name__)
 
@@ -87,22 +87,22 @@ class AgentRunner:
         )
 
         has_lost_process = False
-        # The slot is held during pauses, too, so that repeated episodes do not exceed the limit.
+        # The slot is held during delays, too, so that repeated episodes do not exceed the limit.
         async with self.processes.slot(agent):
-            for attempt, pause in enumerate((*AGENT_PAUSES, None)):
+            for attempt, delay in enumerate((*AGENT_RETRY_DELAYS, None)):
                 # The engine may still know requests of a failed attempt by their names.
                 name = f"{task_id}/{seed}" if attempt == 0 else f"{task_id}/{seed}.{attempt}"
                 session = self.gateway.open_session(name, settings=settings)
-                is_alone = has_lost_process and pause is None
+                is_alone = has_lost_process and delay is None
 
                 try:
                     returned = await self._play(agent, session, is_alone)
                     return await self._conclude(task_id, environment, session, returned)
                 except InfrastructureError as failure:
-                    if pause is None or failure.component == "engine":
+                    if delay is None or failure.component == "engine":
                         return invalid_episode(task_id, session, failure)
                     has_lost_process = isinstance(failure, ProcessEndedError)
-                    await asyncio.sleep(pause)
+                    await asyncio.sleep(delay)
         raise AssertionError("the last failure is returned")
 
     async def _play(

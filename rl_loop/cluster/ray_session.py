@@ -329,14 +329,14 @@ def with_start_timeout(seconds: float = START_SECONDS) -> Iterator[None]:
     def wait_for_port_until_deadline(
         directory: str, node_id: str, name: str, timeout_ms: int = 1000
     ) -> Any:
-        # The call fails while there is no such file yet. It waits itself.
+        # The call fails while there is no such file yet, after a wait of ``timeout_ms``.
         find = partial(wait_for_port, directory, node_id, name, timeout_ms=timeout_ms)
-        return _repeat_until_found(find, check_start, pause=0.0)
+        return _repeat_until_found(find, check_start, delay=0.0)
 
     def get_node_until_deadline(gcs_address: str, node_id: str) -> Any:
         # The call fails if the raylet does not register in RAY_raylet_start_wait_time_s (30 s).
         find = partial(get_node, gcs_address, node_id)
-        return _repeat_until_found(find, check_start, pause=0.1)
+        return _repeat_until_found(find, check_start, delay=0.1)
 
     node_class.start_gcs_server = start_known_gcs_server
     node_class.start_raylet = start_raylet_without_waiting_for_agents
@@ -354,21 +354,21 @@ def with_start_timeout(seconds: float = START_SECONDS) -> Iterator[None]:
 
 
 def _repeat_until_found(
-    find: Callable[[], Any], check_start: Callable[[], None], pause: float
+    find: Callable[[], Any], check_start: Callable[[], None], delay: float
 ) -> Any:
     """Return the result of ``find``. Repeat the call while it raises RuntimeError.
 
     Args:
         find: call to repeat.
         check_start: raises an error if the node cannot start any more.
-        pause: seconds between two calls.
+        delay: seconds between two calls.
     """
     while True:
         try:
             return find()
         except RuntimeError:
             check_start()
-        time.sleep(pause)
+        time.sleep(delay)
 
 
 def _kill_processes(nodes: list[Any]) -> None:

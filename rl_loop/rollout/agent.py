@@ -2,7 +2,7 @@
 
     ids = prompt
     repeat: sample a turn from ids; append exactly the sampled ids; let the environment execute the
-            turn; append tool results or the user message
+            turn; append tool outputs or the user message
 
 Text is never rendered twice. The loss mask of these trajectories is 1 exactly on sampled tokens.
 ``data.samples`` clears it for excluded episodes (``rollout.truncated_episodes: mask``). Mistakes of
@@ -39,9 +39,9 @@ from rl_loop.tasks.episode_prompts import (
 )
 from rl_loop.threads import run_in_thread
 
-TOOL_PAUSES = (0.1, 1.0, 4.0)
-"""Pauses in seconds before each retry of a turn whose tools or checker failed, or of opening an
-environment. The failure after the last pause is final."""
+TOOL_RETRY_DELAYS = (0.1, 1.0, 4.0)
+"""Seconds before each retry of a turn whose tools or checker failed, or of opening an environment.
+The failure after the last retry is final."""
 
 
 async def run_episode(
@@ -106,7 +106,7 @@ class EpisodeRunner:
 
         self.draft = EpisodeDraft(task_id)
         self.pending_ids: list[int] = []
-        """Token ids of tool results and user messages. They become a part of the episode when a
+        """Token ids of tool outputs and user messages. They become a part of the episode when a
         turn is sampled from them."""
         self.pending_role = ""
         """Author of ``pending_ids``: "tool" or "user"."""
@@ -132,14 +132,14 @@ class EpisodeRunner:
             UnusablePromptError: the prompt is too long or cannot be rendered.
             InfrastructureError: the environment cannot be opened.
         """
-        for pause in (*TOOL_PAUSES, None):
+        for delay in (*TOOL_RETRY_DELAYS, None):
             try:
                 await self.guard.open()
                 break
             except InfrastructureError:
-                if pause is None:
+                if delay is None:
                     raise
-                await self.episode.clock.pause(pause)
+                await self.episode.clock.sleep(delay)
 
         # After `open`, because a prompt may depend on an open environment.
         prompt = await self.guard.call_method(build_prompt, self.environment)
@@ -216,7 +216,7 @@ class EpisodeRunner:
             )
             self.episode.keep(turn.result)
 
-        # Tool results join the episode only with the turn that was sampled from them. Otherwise an
+        # Tool outputs join the episode only with the turn that was sampled from them. Otherwise an
         # episode could end with tokens that no turn follows.
         if number > 0:
             draft.note_reuse(turn.result)
@@ -252,7 +252,7 @@ class EpisodeRunner:
         state = self.environment.save_state()
 
         is_repeated = False
-        for pause in (*TOOL_PAUSES, None):
+        for delay in (*TOOL_RETRY_DELAYS, None):
             try:
                 if is_repeated:
                     # The failure may have closed a connection, which `open` restores.
@@ -262,28 +262,28 @@ class EpisodeRunner:
                 return result
             except InfrastructureError:
                 # Without a saved state, a second attempt could repeat the effects of the first one.
-                if pause is None or state is None:
+                if delay is None or state is None:
                     raise
-                await self.episode.clock.pause(pause)
+                await self.episode.clock.sleep(delay)
                 self.environment.restore_state(state)
                 is_repeated = True
         raise AssertionError("the last failure is raised")
 
     async def observe(self, result: StepResult) -> None:
-        """Keep tool results and user messages for the next turn."""
+        """Keep tool outputs and user messages for the next turn."""
         self.pending_ids = await self.render(result)
         self.pending_role = "tool" if result.tool_outputs else "user"
 
     async def render(self, result: StepResult) -> list[int]:
-        """Return the token ids of tool results and user messages, cut to the limit."""
+        """Return the token ids of tool outputs and user messages, cut to the limit."""
         limit = self.limits.max_observation_bytes
         # Before rendering, because tokenizing megabytes would take minutes.
         outputs, user = truncate_observation(result.tool_outputs, result.user, limit)
         try:
             return await run_in_thread(self.codec.render_observation, outputs, user)
         except Exception as error:
-            what = f"a tool result or a user message of task {self.draft.task_id}"
-            reason = f"{what} cannot be rendered: {describe(error)}"
+            texts = f"a tool output or a user message of task {self.draft.task_id}"
+            reason = f"{texts} cannot be rendered: {describe(error)}"
             raise InfrastructureError("environment", reason) from error
 
     def append(

@@ -97,8 +97,8 @@ class EpisodeClock:
     def is_over(self) -> bool:
         return self.left <= 0
 
-    async def pause(self, seconds: float) -> None:
-        """Sleep with the clock stopped, then restore its state."""
+    async def sleep(self, seconds: float) -> None:
+        """Sleep with the clock stopped. Afterwards the clock runs again if it ran before."""
         was_running = self.is_running
         self.stop()
         try:

@@ -17,7 +17,7 @@ class EpisodeDraft:
     def __init__(self, task_id: str) -> None:
         self.task_id = task_id
         self.token_ids: list[int] = []
-        """Prompt, turns of the policy, tool results and user messages."""
+        """Prompt, turns of the policy, tool outputs and user messages."""
         self.teacher_prompt: list[int] | None = None
         """Prompt that a teacher sees instead. None if it sees that of the policy."""
         self.turns: list[Turn] = []
@@ -76,10 +76,10 @@ class EpisodeDraft:
     def note_reuse(self, sampled: GenerateResult) -> None:
         """Count the tokens that the engine had processed before a turn, and those it reused.
 
-        Call it before the turn and the tool results before it are appended. All tokens so far have
+        Call it before the turn and the tool outputs before it are appended. All tokens so far have
         been processed once.
         """
-        # The tool results after them are new to the engine, so they cannot be in its cache.
+        # The tool outputs after them are new to the engine, so they cannot be in its cache.
         self.reusable_tokens += len(self)
         self.cached_tokens += min(len(self), sampled.cached_tokens)
 

@@ -27,12 +27,12 @@ from rl_loop.engines.protocol import (
 from rl_loop.infrastructure import EngineError, describe
 from rl_loop.rollout.episode_clock import EpisodeClock, end_task
 
-FAULT_PAUSES = (0.1, 1.0, 4.0)
-"""Seconds before a request with a fault is sent again. After the last pause the fault is raised."""
-ABORT_PAUSES = (0.0, 0.02, 0.1, 0.5, 2.0, 5.0, 5.0, 5.0)
+FAULT_RETRY_DELAYS = (0.1, 1.0, 4.0)
+"""Seconds before each retry of a request with a fault. The fault after the last retry is raised."""
+ABORT_RETRY_DELAYS = (0.0, 0.02, 0.1, 0.5, 2.0, 5.0, 5.0, 5.0)
 """Seconds before a request that was aborted without a token is sent again, by the number of such
-aborts in sequence. The first pause is 0, because a weight sync aborts once. The later ones keep an
-engine that always aborts from getting thousands of requests per second."""
+aborts in sequence. The first delay is 0, because a weight sync aborts once. The later delays keep
+an engine that always aborts from getting thousands of requests per second."""
 ABORT_SECONDS = 10.0
 """Time limit of an engine for ending an aborted request."""
 
@@ -106,11 +106,14 @@ class TurnSampler:
             if rest.finish_reason is not FinishReason.ABORT or rest.output_ids:
                 idle_aborts = 0
             elif not self.clock.is_over:
-                if idle_aborts == len(ABORT_PAUSES):
+                if idle_aborts == len(ABORT_RETRY_DELAYS):
                     name = f"{self.episode}/{turn}/{len(sampled.output_ids)}"
-                    what = f"the engine aborted it {idle_aborts + 1} times in a row before its first token"
-                    raise EngineError(name, what)
-                await self.clock.pause(ABORT_PAUSES[idle_aborts])
+                    raise EngineError(
+                        name,
+                        f"the engine aborted it {idle_aborts + 1} times in sequence before its "
+                        "first token",
+                    )
+                await self.clock.sleep(ABORT_RETRY_DELAYS[idle_aborts])
                 idle_aborts += 1
             sampled = _joined(sampled, rest)
         return sampled
@@ -124,13 +127,13 @@ class TurnSampler:
         name = f"{self.episode}/score"
         # Greedy sampling has a temperature of 0, at which log-probs are not defined.
         temperature = self.sampling.temperature or 1.0
-        for pause in (*FAULT_PAUSES, None):
+        for delay in (*FAULT_RETRY_DELAYS, None):
             try:
                 log_probs = await self.engine.score(token_ids, temperature=temperature)
                 self._check_scores(name, log_probs, len(token_ids))
                 return log_probs
             except Exception as error:
-                await self._pause_or_raise(name, error, pause)
+                await self._wait_or_raise(name, error, delay)
         raise AssertionError("the last fault is raised")
 
     @staticmethod
@@ -174,28 +177,28 @@ class TurnSampler:
             new_matcher=None if new_matcher is None else partial(new_matcher, done),
         )
 
-        for attempt, pause in enumerate((*FAULT_PAUSES, None), start=1):
+        for attempt, delay in enumerate((*FAULT_RETRY_DELAYS, None), start=1):
             try:
                 result = await self._generate(request)
                 check_result(request, result, self.shape)
                 return result
             except Exception as error:
-                await self._pause_or_raise(name, error, pause)
+                await self._wait_or_raise(name, error, delay)
             # Use another id, because the engine may still run the previous attempt.
             request = replace(request, request_id=f"{name}.{attempt}")
         raise AssertionError("the last fault is raised")
 
-    async def _pause_or_raise(self, name: str, error: Exception, pause: float | None) -> None:
+    async def _wait_or_raise(self, name: str, error: Exception, delay: float | None) -> None:
         """Wait before the next attempt.
 
         Raises:
             EngineError: there is no further attempt, or it would fail, too.
         """
         is_of_request = isinstance(error, ValueError)  # Every attempt would raise it.
-        if pause is None or is_of_request:
+        if delay is None or is_of_request:
             fault = error if isinstance(error, EngineError) else EngineError(name, describe(error))
             raise fault from error
-        await self.clock.pause(pause)
+        await self.clock.sleep(delay)
 
     async def _generate(self, request: GenerateRequest) -> GenerateResult:
         """Send one request.

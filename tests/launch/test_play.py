@@ -63,7 +63,7 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def play(path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[bool, str]]:
     """Return a function that plays an episode. It returns validity and output."""
     # Tests of an infrastructure failure need not wait for its repetitions.
-    monkeypatch.setattr(agent_loop, "TOOL_PAUSES", (0.0,))
+    monkeypatch.setattr(agent_loop, "TOOL_RETRY_DELAYS", (0.0,))
 
     def played(
         policy: Any, *overrides: str, typed: str = "", terminal: bool = False, **options: Any

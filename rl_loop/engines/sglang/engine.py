@@ -27,8 +27,8 @@ from rl_loop.infrastructure import EngineError
 
 MAX_FAULTS = 20
 """Number of faults after which a request fails: the servers are unlikely to cause more."""
-MAX_PAUSE = 1.0
-"""Longest pause in seconds after a fault of a request. The pause doubles with each fault."""
+MAX_RETRY_DELAY = 1.0
+"""Longest delay of a retry in seconds. The delay doubles with each fault of a request."""
 MAX_TRACKED_PREFIXES = 100_000
 """Number of episodes or tasks whose server is remembered. The oldest are dropped."""
 REFRESH_SECONDS = 1.0
@@ -133,7 +133,7 @@ class SglangEngine:
                 if faults == MAX_FAULTS:
                     what = f"had {faults} faults, the last: {failure}"
                     raise EngineError(turn.request.request_id, what) from failure
-                await asyncio.sleep(min(MAX_PAUSE, 0.01 * 2**faults))
+                await asyncio.sleep(min(MAX_RETRY_DELAY, 0.01 * 2**faults))
             finally:
                 turn.client = None
                 self._load[server.url] -= 1

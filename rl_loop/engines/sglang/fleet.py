@@ -1,11 +1,11 @@
 """The SGLang servers of a run: weight syncs, scores and pauses.
 
-If a sync fails, none of its servers serves. They are killed, restart with random weights as UNSYNCED,
-and are synced again.
+After a failed sync its servers are killed. They restart with random weights, as UNSYNCED, and serve
+only after the next sync.
 
-Servers on the trainer's GPUs sleep while the trainer works. None is started during that time,
-because it would take memory that the trainer needs. A server that ended restarts with the next
-sync.
+Servers on the trainer's GPUs are paused while the trainer works: they serve no requests and hold
+less memory. No server starts during that time, because it would take memory that the trainer needs.
+A server that ended restarts with the next sync.
 """
 
 import asyncio
@@ -36,12 +36,12 @@ from rl_loop.weight_sync.source import SyncError, WeightSource
 
 logger = logging.getLogger(__name__)
 
-MAX_SYNCS = 3
-"""Attempts to bring the servers to one version. Failed servers are restarted between attempts."""
+SYNC_ATTEMPTS = 3
+"""Attempts of one weight sync. Failed servers are restarted between attempts."""
 
-MAX_SCORINGS = 3
+SCORE_ATTEMPTS = 3
 """Attempts to let all servers score one text."""
-SCORING_PAUSE = 0.5
+SCORE_RETRY_SECONDS = 0.5
 """Seconds between two such attempts."""
 
 MIN_VERSIONS_BETWEEN_COMPARISONS = 7
@@ -112,7 +112,7 @@ class SglangFleet:
         """Give all healthy servers weights ``version``.
 
         Raises:
-            SyncError: after ``MAX_SYNCS`` failed attempts.
+            SyncError: after ``SYNC_ATTEMPTS`` failed attempts.
             WeightMismatchError: a ValueError, if the weights do not belong to this model or a server
                 holds different weights.
             EngineUnavailableError: if a server's machine lacks a requirement.
@@ -120,16 +120,16 @@ class SglangFleet:
         # The canary's log-probs belong to the previous weights.
         self._current = CurrentWeights(source, version)
         self._canary = None
-        for attempt in range(MAX_SYNCS):
+        for attempt in range(SYNC_ATTEMPTS):
             # Servers restart only with the memory that the trainer has released.
             if self._settings.colocated:
                 source.release_memory()
                 self.servers.call_all("allow_starts")
             try:
-                self._sync_to_current(self.servers.healthy())
+                self._sync_servers(self.servers.healthy())
                 return
             except SyncError as failure:
-                if attempt + 1 == MAX_SYNCS:
+                if attempt + 1 == SYNC_ATTEMPTS:
                     raise
                 logger.warning(
                     "retrying the weight sync with restarted servers: %s", describe(failure)
@@ -159,7 +159,7 @@ class SglangFleet:
                 return
 
             try:
-                self._sync_to_current(unsynced)
+                self._sync_servers(unsynced)
             except SyncError as failure:
                 # Other servers still serve, so the run continues without the restarted ones.
                 if len(unsynced) == len(healthy):
@@ -180,8 +180,8 @@ class SglangFleet:
                 self._current = CurrentWeights(self._current.source, version)
                 self._canary = None
 
-    def _sync_to_current(self, servers: dict[Any, ServerStatus]) -> None:
-        """Sync ``servers``. Afterwards they serve, or are killed if the sync failed."""
+    def _sync_servers(self, servers: dict[Any, ServerStatus]) -> None:
+        """Give ``servers`` the current weights. Kill them if the sync fails."""
         assert self._current is not None
         version = self._current.version
         taking_part = self.servers.begin_syncs(servers)
@@ -189,7 +189,7 @@ class SglangFleet:
         try:
             if not taking_part:
                 raise SyncError(f"weights {version}: every server died before the sync began")
-            self._send_to(taking_part, version)
+            self._wake_and_send(taking_part, version)
             reached = version
         except (ServerError, RequestRejectedError) as failure:
             # The server did not wake, or ended while it scored.
@@ -198,33 +198,34 @@ class SglangFleet:
             for actor, status in taking_part.items():
                 self.servers.end_sync(actor, status, reached)
 
-    def _send_to(self, servers: dict[Any, ServerStatus], version: int) -> None:
+    def _wake_and_send(self, servers: dict[Any, ServerStatus], version: int) -> None:
+        """Restore the memory of paused servers, send the weights and compare with the canary."""
         incarnations = {status.incarnation for status in servers.values()}
         paused = tuple(
             status.url for status in servers.values() if status.incarnation in self._paused
         )
-        # Cleared before the attempt: if it fails, all these servers are killed, so none of them
-        # sleeps.
+        # Cleared before the attempt: if it fails, all these servers are killed, so none stays
+        # paused.
         self._paused.clear()
 
         # Weights first: the trainer uses memory while it sends, which the caches may need later.
         if not self._settings.keep_weights:
-            self._change_memory(paused, "/resume_memory_occupation", ["weights"])
+            self._resume_memory(paused, ["weights"])
         # Servers whose weights were never compared are compared in any case.
         is_due = version % comparison_interval(self._model.num_layers) == 0
         compare = is_due or not incarnations <= self._compared
         # A comparison covers the base, too, and therefore needs all tensors.
         adapters_only = not compare and incarnations <= self._with_base
-        self._send(servers, compare=compare, adapters_only=adapters_only)
+        self._send_weights(servers, compare=compare, adapters_only=adapters_only)
         # Only after the sync has succeeded, so that a failed comparison is repeated.
         self._compared |= incarnations
         if self._adapter is not None and self._settings.holds_base:
             self._with_base |= incarnations
-        self._change_memory(paused, "/resume_memory_occupation", ["kv_cache", "cuda_graph"])
+        self._resume_memory(paused, ["kv_cache", "cuda_graph"])
 
         self._compare_with_canary(tuple(status.url for status in servers.values()))
 
-    def _send(
+    def _send_weights(
         self,
         servers: dict[Any, ServerStatus],
         *,
@@ -232,6 +233,14 @@ class SglangFleet:
         adapters_only: bool = False,
         transport: TransportName | None = None,
     ) -> None:
+        """Let the trainer's ranks send the current weights to ``servers``.
+
+        Args:
+            servers: servers and their states.
+            compare: compare checksums of servers and trainer afterwards.
+            adapters_only: leave out the base of the adapters.
+            transport: replacement for the configured transport.
+        """
         assert self._current is not None
         # One plan per sending rank: a rank sends to the servers with which it shares memory, or rank
         # 0 sends to all.
@@ -264,7 +273,7 @@ class SglangFleet:
         self._current.source.send_weights(SglangSender(self._model, plans))
 
     def _stores(self, urls: Sequence[str]) -> Path | None:
-        """Return the directory of rendezvous files. None if they meet at a port instead."""
+        """Return the directory of rendezvous files. None if sender and servers use a port."""
         is_here = all(urlsplit(url).hostname == LOOPBACK for url in urls)
         # Only the plugin opens a file. Without it, servers know ports only.
         return local_directory() if is_here and self._settings.has_plugin else None
@@ -285,14 +294,14 @@ class SglangFleet:
         return self._directory / "weights"
 
     def compare(self) -> None:
-        """Compare the servers' weights with those of the last ``sync``.
+        """Compare the servers' weights with the weights of the last ``sync``.
 
         Raises:
             WeightMismatchError: if a server holds different weights. The message names the first
                 tensor.
         """
         if self._current is not None:
-            self._send(self.servers.synced(), compare=True, transport="none")
+            self._send_weights(self.servers.synced(), compare=True, transport="none")
 
     # -- scores -----------------------------------------------------------------------------------
 
@@ -307,7 +316,7 @@ class SglangFleet:
             temperature: must be 1.
 
         Raises:
-            ServerError: if a server failed in the last of ``MAX_SCORINGS`` attempts.
+            ServerError: if a server failed in the last of ``SCORE_ATTEMPTS`` attempts.
             EngineUnavailableError: if every server ended in the last attempt.
             SyncError: if all servers had ended and the restarted ones could not be synced.
             WeightMismatchError: if a restarted server holds different weights.
@@ -321,7 +330,7 @@ class SglangFleet:
                 return failure
 
         # Servers may end, or lose a connection, while they score.
-        for attempt in range(MAX_SCORINGS):
+        for attempt in range(SCORE_ATTEMPTS):
             synced = self.servers.synced()
             if not synced and self._current is not None:
                 # All servers have ended since the sync. Restarted servers have no weights yet.
@@ -332,19 +341,21 @@ class SglangFleet:
             failures = [answer for answer in answers if isinstance(answer, ServerError)]
             scores = [answer for answer in answers if not isinstance(answer, ServerError)]
             if scores and not failures:
-                # Any server's scores, because all of them hold the same weights.
+                # Any server's scores, because all servers hold the same weights.
                 self._canary = Canary(token_ids, scores[0])
                 return scores
-            if failures and attempt + 1 == MAX_SCORINGS:
+            if failures and attempt + 1 == SCORE_ATTEMPTS:
                 raise failures[0]
             for failure in failures:
                 logger.warning("an SGLang server failed to score a text; retrying: %s", failure)
-            time.sleep(SCORING_PAUSE)
+            time.sleep(SCORE_RETRY_SECONDS)
         raise EngineUnavailableError(
-            "every SGLang server ended while it scored a text. See the servers' logs in the run's directory"
+            "every SGLang server ended while it scored a text. See the servers' logs in the run's "
+            "directory"
         )
 
     def _compare_with_canary(self, urls: tuple[str, ...]) -> None:
+        """Raise SyncError if a server's scores differ from those of the canary."""
         canary = self._canary
         if canary is None:
             return
@@ -377,7 +388,7 @@ class SglangFleet:
             {actor: status for actor, status in known if status.healthy}
         )
         urls = tuple(status.url for status in servers.values())
-        failures = self.servers.at_all(urls, self._put_to_sleep)
+        failures = self.servers.at_all(urls, self._pause_server)
         for (actor, status), failure in zip(servers.items(), failures, strict=True):
             if failure is None:
                 self._paused.add(status.incarnation)
@@ -385,8 +396,8 @@ class SglangFleet:
                 logger.warning("an SGLang server could not be paused and is killed: %s", failure)
                 self.servers.end_sync(actor, status, None)
 
-    async def _put_to_sleep(self, client: SglangClient) -> str | None:
-        """Free a server's memory. Return the error, None if there was none."""
+    async def _pause_server(self, client: SglangClient) -> str | None:
+        """Abort a server's requests and free its memory. Return the error, or None."""
         seconds = self._settings.sync_seconds
         kept = () if self._settings.keep_weights else ("weights",)
         tags = {"tags": ["kv_cache", *kept, "cuda_graph"]}
@@ -398,6 +409,12 @@ class SglangFleet:
             return str(failure)
         return None
 
-    def _change_memory(self, urls: tuple[str, ...], path: str, tags: list[str]) -> None:
+    def _resume_memory(self, urls: tuple[str, ...], tags: list[str]) -> None:
+        """Restore memory that ``pause`` has freed. ``tags`` are SGLang's names of its kinds."""
         seconds = self._settings.sync_seconds
-        self.servers.at_all(urls, lambda client: client.call(path, {"tags": tags}, seconds=seconds))
+        self.servers.at_all(
+            urls,
+            lambda client: client.call(
+                "/resume_memory_occupation", {"tags": tags}, seconds=seconds
+            ),
+        )

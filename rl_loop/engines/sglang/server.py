@@ -38,7 +38,7 @@ MAX_FAILURES = 5
 FIRST_BACK_OFF = 1.0
 """Seconds before the restart after the first failure. Each further failure doubles them."""
 MAX_BACK_OFF = 60.0
-"""Longest pause in seconds before a restart."""
+"""Longest delay of a restart, in seconds."""
 STOP_SECONDS = 10.0
 """Seconds within which the kernel must end a killed process."""
 HEALTH_SECONDS = 60.0
@@ -211,7 +211,7 @@ class SglangServer:
         self._status = replace(self._status, **fields)
 
     async def _supervise(self) -> None:
-        """Run processes in sequence, with growing pauses, until the server is given up."""
+        """Run processes in sequence, with growing delays, until the server is given up."""
         failures = 0
         was_healthy = False
         while True:

@@ -99,7 +99,7 @@ def play_turns(
 
 @pytest.fixture(autouse=True)
 def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(episode_module, "AGENT_PAUSES", (0.01, 0.01))
+    monkeypatch.setattr(episode_module, "AGENT_RETRY_DELAYS", (0.01, 0.01))
     monkeypatch.setattr(process_module, "CANCEL_SECONDS", 0.5)
 
 

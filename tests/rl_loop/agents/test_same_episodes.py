@@ -203,8 +203,8 @@ def played(tiny: Harmony) -> dict[str, tuple[Trajectory, Trajectory]]:
             await players.processes.close()
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(turn_sampler, "FAULT_PAUSES", (0.0,))
-        patch.setattr(turn_sampler, "ABORT_PAUSES", (0.0,) * 8)
+        patch.setattr(turn_sampler, "FAULT_RETRY_DELAYS", (0.0,))
+        patch.setattr(turn_sampler, "ABORT_RETRY_DELAYS", (0.0,) * 8)
         return asyncio.run(play())
 
 

@@ -37,16 +37,16 @@ class Fleet(SglangFleet):
         servers: Any = SimpleNamespace(actors=["server"], api_key="key")
         super().__init__(servers, settings, context)
         self.senders: list[SglangSender] = []
-        self.tags: list[tuple[str, list[str]]] = []
+        self.tags: list[str] = []
 
-    def _change_memory(self, urls: tuple[str, ...], path: str, tags: list[str]) -> None:
-        self.tags.append((path, tags))
+    def _resume_memory(self, urls: tuple[str, ...], tags: list[str]) -> None:
+        self.tags += tags
 
     def sync_version(self, version: int, incarnation: int = 0) -> SglangSender:
         source = SimpleNamespace(send_weights=self.senders.append)
         self._current = CurrentWeights(source, version)
         status = SimpleNamespace(url="http://server", incarnation=incarnation)
-        self._send_to({"server": status}, version)
+        self._wake_and_send({"server": status}, version)
         return self.senders[-1]
 
 
@@ -90,8 +90,7 @@ def test_restarted_server_gets_the_base_again(tmp_path: Path) -> None:
 def test_kept_weights_are_neither_released_nor_restored(kept: bool, tmp_path: Path) -> None:
     servers = fleet(tmp_path, **(KEPT if kept else COLOCATED))
     servers.sync_version(1)
-    restored = [tag for _, tags in servers.tags for tag in tags]
-    assert ("weights" in restored) is not kept
+    assert ("weights" in servers.tags) is not kept
 
     calls: list[tuple[str, dict[str, Any]]] = []
 
@@ -99,7 +98,7 @@ def test_kept_weights_are_neither_released_nor_restored(kept: bool, tmp_path: Pa
         async def call(self, path: str, body: dict[str, Any], seconds: float) -> None:
             calls.append((path, body))
 
-    assert asyncio.run(servers._put_to_sleep(Client())) is None
+    assert asyncio.run(servers._pause_server(Client())) is None
     released = dict(calls)["/release_memory_occupation"]["tags"]
     assert ("weights" in released) is not kept
     assert {"kv_cache", "cuda_graph"} <= set(released)

@@ -44,7 +44,7 @@ pytestmark = pytest.mark.anyio
 
 @pytest.fixture(autouse=True)
 def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rl_loop.engines.sglang.engine.MAX_PAUSE", 0.02)
+    monkeypatch.setattr("rl_loop.engines.sglang.engine.MAX_RETRY_DELAY", 0.02)
 
 
 PROMPT = list(range(100, 140))

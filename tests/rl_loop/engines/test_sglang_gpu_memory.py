@@ -183,7 +183,7 @@ def test_sync_sends_the_number_of_buckets_in_the_plan(
 
     senders: list[SglangSender] = []
     fleet._current = CurrentWeights(SimpleNamespace(send_weights=senders.append), 3)
-    fleet._send({"server": SimpleNamespace(url="http://server")}, compare=False)
+    fleet._send_weights({"server": SimpleNamespace(url="http://server")}, compare=False)
     assert senders[0].plans[0].bucket_bytes == expected
 
 

@@ -53,7 +53,7 @@ def harmony() -> Harmony:
 
 @pytest.fixture(autouse=True)
 def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(agent, "TOOL_PAUSES", (0.0, 0.0, 0.0))
+    monkeypatch.setattr(agent, "TOOL_RETRY_DELAYS", (0.0, 0.0, 0.0))
 
 
 @contextmanager
@@ -217,7 +217,7 @@ def test_only_invalid_argument_errors_are_the_policys_errors(
     assert "failed in a call of refuse: MCPError: no such account" in failed.invalid.reason
     assert math.isnan(failed.reward)
     # The call was repeated after each pause before the episode failed.
-    assert REFUSED[1:] == [INTERNAL_ERROR] * (1 + len(agent.TOOL_PAUSES))
+    assert REFUSED[1:] == [INTERNAL_ERROR] * (1 + len(agent.TOOL_RETRY_DELAYS))
 
 
 def test_call_of_a_tool_that_is_not_offered_is_a_format_error(harmony: Harmony) -> None:

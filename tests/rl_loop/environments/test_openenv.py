@@ -99,7 +99,7 @@ def harmony() -> Harmony:
 
 @pytest.fixture(autouse=True)
 def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(agent, "TOOL_PAUSES", (0.0, 0.0, 0.0))
+    monkeypatch.setattr(agent, "TOOL_RETRY_DELAYS", (0.0, 0.0, 0.0))
 
 
 def make_task(url: str, **options: Any) -> Task:

@@ -408,7 +408,7 @@ class BrokenEngine(RecordingEngine):
 def test_session_is_invalid_after_retries_of_a_failing_engine(
     tiny: Harmony, model: GptOssForCausalLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(turn_sampler, "FAULT_PAUSES", (0.0, 0.0))
+    monkeypatch.setattr(turn_sampler, "FAULT_RETRY_DELAYS", (0.0, 0.0))
 
     async def run() -> None:
         async with serving(tiny, model) as served:

@@ -67,10 +67,10 @@ SHAPE = ModelShape(640)
 @pytest.fixture(autouse=True)
 def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     """Keep the number of attempts, but shorten the pauses between them."""
-    monkeypatch.setattr(turn_sampler, "FAULT_PAUSES", (0.0, 0.0, 0.0))
-    monkeypatch.setattr(turn_sampler, "ABORT_PAUSES", (0.0,) * 8)
+    monkeypatch.setattr(turn_sampler, "FAULT_RETRY_DELAYS", (0.0, 0.0, 0.0))
+    monkeypatch.setattr(turn_sampler, "ABORT_RETRY_DELAYS", (0.0,) * 8)
     monkeypatch.setattr(turn_sampler, "ABORT_SECONDS", 0.1)
-    monkeypatch.setattr(agent, "TOOL_PAUSES", (0.0, 0.0, 0.0))
+    monkeypatch.setattr(agent, "TOOL_RETRY_DELAYS", (0.0, 0.0, 0.0))
 
 
 def call(harmony: Harmony, *codes: str) -> list[int]:
@@ -433,13 +433,13 @@ def test_failing_open_of_an_environment_is_retried(tiny: Harmony) -> None:
     class OpensLate(ReToolEnvironment):
         async def open(self) -> None:
             opened.append(1)
-            if len(opened) <= len(agent.TOOL_PAUSES):
+            if len(opened) <= len(agent.TOOL_RETRY_DELAYS):
                 raise ConnectionRefusedError(111, "Connection refused")
 
     environment = OpensLate(TASK, interpreter, RewardConfig())
     episode = play(tiny, ScriptedEngine([call(tiny, "1"), answer(tiny)]), environment)
     assert (episode.invalid, episode.reward) == (None, 1.0)
-    assert len(opened) == 1 + len(agent.TOOL_PAUSES)
+    assert len(opened) == 1 + len(agent.TOOL_RETRY_DELAYS)
 
 
 def test_environment_without_saved_state_is_not_retried(tiny: Harmony) -> None:

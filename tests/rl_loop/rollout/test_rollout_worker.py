@@ -85,7 +85,7 @@ def unavailable(number: int) -> ExecutionResult:
 
 @pytest.fixture(autouse=True)
 def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(agent, "TOOL_PAUSES", (0.0, 0.0, 0.0))
+    monkeypatch.setattr(agent, "TOOL_RETRY_DELAYS", (0.0, 0.0, 0.0))
 
 
 def test_group_has_one_episode_per_seed() -> None:
@@ -112,7 +112,7 @@ def test_episodes_of_a_failing_sandbox_are_invalid() -> None:
 
 def test_recovering_sandbox_loses_no_episode() -> None:
     # Scheduling decides which episodes get the failures. One episode may get all of them.
-    failures = len(agent.TOOL_PAUSES)
+    failures = len(agent.TOOL_RETRY_DELAYS)
     sandbox = Sandbox(lambda number: unavailable(number) if number <= failures else good(number))
     assert [episode.reward for episode in run(sandbox).trajectories] == [1.0] * 4
 

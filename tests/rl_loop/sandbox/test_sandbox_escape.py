@@ -106,7 +106,7 @@ class ProgramRunner:
 def program_runner() -> Iterator[ProgramRunner]:
     made = ProgramRunner()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(agent, "TOOL_PAUSES", (0.0, 0.0, 0.0))
+        patch.setattr(agent, "TOOL_RETRY_DELAYS", (0.0, 0.0, 0.0))
         yield made
     made.close()
 
