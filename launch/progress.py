@@ -17,7 +17,7 @@ from launch.metric_labels import LABELS
 from rl_loop.tracking.metrics import MetricName
 from rl_loop.tracking.run_directory import RunDirectory, metric_curve, read_json, read_json_lines
 
-SHOWN: dict[str, str] = {
+METRIC_FORMATS: dict[str, str] = {
     MetricName.REWARD: "{:.3f}",
     MetricName.LOSS: "{:.4f}",
     MetricName.VALIDATION_LOSS: "{:.4f}",
@@ -32,7 +32,7 @@ SHOWN: dict[str, str] = {
     MetricName.CLIP_FRACTION: "{:.3f}",
     MetricName.GRAD_NORM: "{:.2f}",
 }
-"""Formats of the shown metrics, in display order."""
+"""{metric: number format} of the displayed metrics, in display order."""
 RECENT_STEPS = 10
 """Steps whose mean time predicts the remaining time. Episode lengths change during training."""
 
@@ -48,9 +48,9 @@ def format_seconds(seconds: float) -> str:
 
 
 def format_metrics(values: dict[str, float]) -> str:
-    """Format the metrics that are in SHOWN, on one line."""
+    """Format the metrics that are in METRIC_FORMATS, on one line."""
     shown = []
-    for name, number_format in SHOWN.items():
+    for name, number_format in METRIC_FORMATS.items():
         if name in values:
             shown.append(f"{LABELS[name]} {number_format.format(values[name])}")
     return "  ".join(shown)

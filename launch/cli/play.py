@@ -33,7 +33,7 @@ def play(
     ] = False,
     sft: SftOption = False,
 ) -> None:
-    """Play one episode step by step: prompt, turns, tool results, loss mask and reward.
+    """Play one episode step by step: prompt, turns, tool outputs, loss mask and reward.
 
     Exit code 1 if the episode is invalid or stopped before its end.
     """

@@ -85,7 +85,7 @@ def _build_message(
 # -- ChatML ---------------------------------------------------------------------------------------
 
 RESPONSES = re.compile(r"\s*<tool_response>\n?(.*?)\n?</tool_response>\s*", re.DOTALL)
-"""Result of a tool, which ChatML sends as a message of the user."""
+"""Tool output, which ChatML sends as a message of the user."""
 
 
 def chatml_messages(texts: Sequence[str], mask: Sequence[bool]) -> list[DisplayedMessage]:
@@ -173,7 +173,7 @@ def _chatml_message(
         recipient = name[1] if name else "a tool"
         content_type = "json"
     elif role == "user":
-        # ChatML sends tool results as a message of the user that contains nothing else.
+        # ChatML sends tool outputs as a message of the user that contains nothing else.
         responses = RESPONSES.findall(text)
         if responses and not RESPONSES.sub("", text):
             role = "tool"

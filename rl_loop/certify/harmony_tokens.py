@@ -67,7 +67,7 @@ CONVERSATION = (
 QUOTING = (
     HarmonyMessage(TOOL, "row 3: <|end|><|start|>", channel="commentary", recipient="assistant"),
 )
-"""Answer of a tool that contains names of special tokens as plain text."""
+"""Tool output that contains names of special tokens as plain text."""
 
 CONVERSATION_TEXT = "".join(message.text for message in (*CONVERSATION, *QUOTING))
 

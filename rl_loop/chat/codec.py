@@ -83,12 +83,12 @@ class ChatCodec(Protocol):
     def render_observation(
         self, outputs: Sequence[ToolOutput], user: str | None = None
     ) -> list[int]:
-        """Render the answers of tools to a sampled turn, and then the user's message.
+        """Render the outputs of a sampled turn's calls, and then the user's message.
 
         The result ends at the beginning of the assistant's turn. Lone surrogates become U+FFFD.
 
         Args:
-            outputs: results of the tools.
+            outputs: tool outputs, in the order of the calls.
             user: next message of the user.
         """
         ...
@@ -154,7 +154,7 @@ class ChatCodec(Protocol):
         Args:
             messages: messages of the conversation.
             tools: functions of the client.
-            open_calls: list to which calls without an answer are appended.
+            open_calls: list to which calls without a tool output are appended.
             reasoning_effort: replacement for the configured effort. None uses the configured one.
             keys: cache keys, one for each prefix of the messages, from none of them to all. Equal
                 prefixes with equal tools and effort have equal keys.

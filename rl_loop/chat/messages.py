@@ -22,7 +22,7 @@ class ParsedMessage:
 
 @dataclass(frozen=True)
 class ToolOutput:
-    """Answer of a tool."""
+    """Output of a tool's call."""
 
     tool: str
     """Recipient of the call."""

@@ -1,7 +1,7 @@
-"""Matches the answers of tools with the calls of a policy.
+"""Matches tool outputs with the calls of a policy.
 
-Harmony and ChatML have no ids of calls. A policy identifies the call of an answer by its position,
-so answers are rendered in the order of their calls. Clients and data sets send them in any order.
+Harmony and ChatML have no ids of calls. A policy identifies the call of an output by its position,
+so outputs are rendered in the order of their calls. Clients and data sets send them in any order.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -17,20 +17,20 @@ Numbered = tuple[int, dict[str, Any]]
 # With slots, a call is one object instead of two for the garbage collector.
 @dataclass(eq=False, slots=True)
 class OpenCall:
-    """Call of the assistant without an answer."""
+    """Call of the assistant whose output is missing."""
 
     call_id: str | None
     recipient: str
     channel: str
     is_skipped: bool = False
-    """True if the conversation continued with a message other than the answer."""
+    """True if the conversation continued with a message other than the call's output."""
 
 
 class UnmatchedToolOutputError(ValueError):
-    """Answer of a tool that belongs to no call, or to an ambiguous one."""
+    """Tool output that belongs to no call, or to an ambiguous one."""
 
     def __init__(self, index: int, message: str) -> None:
-        """Create the error. ``index`` counts answers from 0."""
+        """Create the error. ``index`` counts consecutive tool outputs from 0."""
         super().__init__(message)
         self.index = index
 
@@ -48,54 +48,54 @@ def parse_calls(message: Mapping[str, Any]) -> list[OpenCall]:
     return calls
 
 
-def answered_calls(
-    calls: Sequence[OpenCall], answers: Sequence[Mapping[str, Any]], *, by_index: bool = False
+def match_outputs(
+    calls: Sequence[OpenCall], outputs: Sequence[Mapping[str, Any]], *, by_index: bool = False
 ) -> list[OpenCall]:
-    """Return the call of each answer.
+    """Return the call of each tool output.
 
-    Answers are matched by id (``tool_call_id``), then by function (``name``). Answers with neither
+    Outputs are matched by id (``tool_call_id``), then by function (``name``). Outputs with neither
     belong to the remaining calls, in order.
 
     Args:
         calls: open calls, oldest first.
-        answers: consecutive messages of tools.
-        by_index: allow answers without id and name if calls of different functions are open.
+        outputs: consecutive messages of tools.
+        by_index: allow outputs without id and name if calls of different functions are open.
 
     Raises:
         UnmatchedToolOutputError: if a call is missing or ambiguous.
     """
-    # Ids of answers are useless if the calls were recorded without ids.
+    # Ids of outputs are useless if the calls were recorded without ids.
     has_ids = any(call.call_id is not None for call in calls) or not by_index
-    claims = [_claim(answer, has_ids) for answer in answers]
+    claims = [_claim(output, has_ids) for output in outputs]
 
-    # An answer belongs to the latest turn, unless it names a call that the conversation skipped.
+    # An output belongs to the latest turn, unless it names a call that the conversation skipped.
     left = [*(c for c in calls if not c.is_skipped), *(c for c in calls if c.is_skipped)]
     matched: dict[int, OpenCall] = {}
-    # The most specific answers choose first.
-    for index in sorted(range(len(answers)), key=lambda i: claims[i].rank):
+    # The most specific outputs choose first.
+    for index in sorted(range(len(outputs)), key=lambda i: claims[i].rank):
         try:
             call = claims[index].choose(left, by_index)
         except ValueError as error:
             raise UnmatchedToolOutputError(index, str(error)) from None
         left.remove(call)
         matched[index] = call
-    return [matched[index] for index in range(len(answers))]
+    return [matched[index] for index in range(len(outputs))]
 
 
 def in_call_order(
-    calls: Sequence[OpenCall], answers: Sequence[Numbered], *, by_index: bool = False
+    calls: Sequence[OpenCall], outputs: Sequence[Numbered], *, by_index: bool = False
 ) -> list[tuple[Numbered, OpenCall]]:
-    """Sort consecutive answers by the order of their calls. Arguments as in ``answered_calls``.
+    """Sort consecutive outputs by the order of their calls. Arguments as in ``match_outputs``.
 
     Raises:
-        UnmatchedToolOutputError: as in ``answered_calls``. Also if a call of a function is answered but
-            an earlier call of the same turn and function is not.
+        UnmatchedToolOutputError: as in ``match_outputs``. Also if a call of a function has an output
+            but an earlier call of the same turn and function has none.
     """
-    matched = answered_calls(calls, [message for _, message in answers], by_index=by_index)
+    matched = match_outputs(calls, [message for _, message in outputs], by_index=by_index)
     index_of = {id(call): index for index, call in enumerate(calls)}
-    order = sorted(range(len(answers)), key=lambda i: index_of[id(matched[i])])
+    order = sorted(range(len(outputs)), key=lambda i: index_of[id(matched[i])])
 
-    # Answers to calls of one function differ only in their order once they are rendered.
+    # Rendered outputs of calls of one function differ only in their order.
     answered = {id(call) for call in matched}
     missing: set[str] = set()
     for call in calls:
@@ -105,46 +105,46 @@ def in_call_order(
         elif call.recipient in missing:
             raise UnmatchedToolOutputError(
                 matched.index(call),
-                f"an earlier call of {call.recipient} has no result, but results of calls with "
-                "the same name are matched by their order. Send the results of all calls "
+                f"an earlier call of {call.recipient} has no tool output, but outputs of calls "
+                "with the same name are matched by their order. Send the outputs of all calls "
                 "together",
             )
-    return [(answers[i], matched[i]) for i in order]
+    return [(outputs[i], matched[i]) for i in order]
 
 
-def with_answers_in_order(
+def with_outputs_in_order(
     messages: Iterable[dict[str, Any]], earlier: Sequence[Mapping[str, Any]]
 ) -> tuple[dict[str, Any], ...]:
-    """Return a conversation with tools' answers in the order of their calls.
+    """Return a conversation with tool outputs in the order of their calls.
 
-    Answers that cannot be matched keep their positions. ``earlier`` are the preceding messages.
+    Outputs that cannot be matched keep their positions. ``earlier`` are the preceding messages.
     """
     ordered: list[dict[str, Any]] = []
-    answers: list[Numbered] = []
+    outputs: list[Numbered] = []
     calls = parse_calls(earlier[-1]) if earlier else []
 
-    def take_answers() -> None:
+    def take_outputs() -> None:
         try:
-            ordered.extend(message for (_, message), _ in in_call_order(calls, answers))
+            ordered.extend(message for (_, message), _ in in_call_order(calls, outputs))
         # The rendering raises the error, which then has the position of the message.
         except UnmatchedToolOutputError:
-            ordered.extend(message for _, message in answers)
-        answers.clear()
+            ordered.extend(message for _, message in outputs)
+        outputs.clear()
 
     for message in messages:
         if message["role"] == "tool":
-            answers.append((len(answers), message))
+            outputs.append((len(outputs), message))
             continue
-        take_answers()
+        take_outputs()
         calls = parse_calls(message)
         ordered.append(message)
-    take_answers()
+    take_outputs()
     return tuple(ordered)
 
 
 @dataclass(frozen=True)
 class _Claim:
-    """Call that an answer names."""
+    """Call that a tool output names."""
 
     call_id: str | None
     name: str | None
@@ -169,21 +169,21 @@ class _Claim:
                 description += f" of {self.name}"
             if self.call_id is not None:
                 description += f" with id {self.call_id!r}"
-            raise ValueError(f"no {description} precedes this answer")
+            raise ValueError(f"no {description} precedes this tool output")
 
         # Without an id, calls of one function are answered in order. Calls of two would be a
         # guess.
         is_clear = by_index or self.call_id is not None
         if not is_clear and len({call.recipient for call in candidates}) > 1:
             raise ValueError(
-                "several calls are open. Set name or tool_call_id to the call that this message "
-                "answers"
+                "several calls have no tool output yet. Set name or tool_call_id to the call of "
+                "this output"
             )
         return candidates[0]
 
 
-def _claim(answer: Mapping[str, Any], has_ids: bool) -> _Claim:
-    call_id, name = answer.get("tool_call_id"), answer.get("name")
+def _claim(output: Mapping[str, Any], has_ids: bool) -> _Claim:
+    call_id, name = output.get("tool_call_id"), output.get("name")
     return _Claim(
         call_id if has_ids and call_id is not None else None,
         name if isinstance(name, str) and name else None,

@@ -32,7 +32,7 @@ from rl_loop.chat.messages import FormatError, ParsedMessage, ToolOutput, Trunca
 from rl_loop.chat.open_calls import OpenCall
 from rl_loop.chat.tools import BuiltinTool, PythonTool, Tool, check_names
 from rl_loop.chatml.chat_template import CHAT_TEMPLATE
-from rl_loop.chatml.conversation import ChatMessage, answered_messages, chat_messages
+from rl_loop.chatml.conversation import ChatMessage, chat_messages, client_messages
 from rl_loop.chatml.functions import PYTHON, build_call, openai_function, python_function
 from rl_loop.chatml.pieces import (
     GENERATION_PROMPT,
@@ -131,24 +131,24 @@ class ChatMl:
         tools. A tool may be named python.
         """
         check_names(tools)
-        read = answered_messages(messages, open_calls)
+        read = client_messages(messages, open_calls)
         return self._render_prefix(read, [openai_function(tool) for tool in tools])
 
     def render_continuation(
         self, messages: Sequence[dict[str, Any]], open_calls: list[OpenCall], first_number: int
     ) -> list[int]:
         """Render messages behind tokens that end with a turn: see ``ChatCodec``."""
-        return self.render_replies(answered_messages(messages, open_calls, first_number))
+        return self.render_replies(client_messages(messages, open_calls, first_number))
 
     def render_observation(
         self, outputs: Sequence[ToolOutput], user: str | None = None
     ) -> list[int]:
-        """Render the answers of tools to a sampled turn, and then the user's message.
+        """Render the outputs of a sampled turn's calls, and then the user's message.
 
         The result ends at the beginning of the assistant's turn. Lone surrogates become U+FFFD.
 
         Args:
-            outputs: results of the tools.
+            outputs: tool outputs, in the order of the calls.
             user: next message of the user.
         """
         messages = [ChatMessage("tool", without_surrogates(output.text)) for output in outputs]

@@ -6,7 +6,7 @@ A message is a dictionary as in OpenAI's chat format:
     content     text, or a list of parts {"type": "text", "text": ...}
     tool_calls  functions that the assistant calls: [{"function": {"name", "arguments"}}]
 
-ChatML has no ``name`` or ``tool_call_id`` of a tool's answer. Answers belong to calls by their
+ChatML has no ``name`` or ``tool_call_id`` of a tool output. Outputs belong to calls by their
 order. Keys that only Harmony supports (thinking, channels, recipients) are errors.
 """
 
@@ -19,8 +19,8 @@ from rl_loop.chat.open_calls import (
     Numbered,
     OpenCall,
     UnmatchedToolOutputError,
-    answered_calls,
     in_call_order,
+    match_outputs,
     parse_calls,
 )
 from rl_loop.chat.tools import FUNCTIONS, NAME
@@ -67,62 +67,62 @@ def chat_messages(messages: Sequence[dict[str, Any]]) -> list[ChatMessage]:
     return read
 
 
-def answered_messages(
+def client_messages(
     messages: Sequence[dict[str, Any]], open_calls: list[OpenCall], first_number: int = 0
 ) -> list[ChatMessage]:
-    """Read a client's conversation, or its continuation, with answers in the order of their calls.
+    """Read a client's conversation or its continuation. Sort tool outputs by their calls.
 
     Args:
-        messages: messages whose answers name their calls by ``tool_call_id`` or ``name``.
+        messages: messages whose tool outputs name their calls by ``tool_call_id`` or ``name``.
         open_calls: open calls of the turn before ``messages``. Emptied, because all must be
             answered.
         first_number: number of earlier messages, for errors.
 
     Raises:
-        ValueError: as in ``chat_messages``. Also if a message other than its answer follows a call,
-            or if an answer has no call.
+        ValueError: as in ``chat_messages``. Also if a message other than its output follows a call,
+            or if a tool output has no call.
     """
     read: list[ChatMessage] = []
     calls = list(open_calls)
-    answers: list[Numbered] = []
+    outputs: list[Numbered] = []
 
     for number, message in enumerate(messages, start=first_number):
         chat = chat_message(number, message)
         if chat.role == "tool":
-            answers.append((number, message))
+            outputs.append((number, message))
             continue
         try:
-            read += _answers_in_order(calls, answers)
-        except MissingAnswerError as error:
+            read += _outputs_in_order(calls, outputs)
+        except MissingToolOutputError as error:
             raise ValueError(f"{describe_message(number, message)}: {error}") from None
         read.append(chat)
-        # Answers must follow their turn directly, because ChatML matches them by position.
-        calls, answers = parse_calls(message) if chat.role == "assistant" else [], []
-    read += _answers_in_order(calls, answers)
-    # None is open, because ``_answers_in_order`` requires a result for every call.
+        # Outputs must follow their turn directly, because ChatML matches them by position.
+        calls, outputs = parse_calls(message) if chat.role == "assistant" else [], []
+    read += _outputs_in_order(calls, outputs)
+    # None is open, because ``_outputs_in_order`` requires an output for every call.
     open_calls.clear()
     _check_end(read)
     return read
 
 
-class MissingAnswerError(ValueError):
-    """Call without an answer although the conversation continues."""
+class MissingToolOutputError(ValueError):
+    """Call without a tool output although the conversation continues."""
 
 
-def _answers_in_order(calls: Sequence[OpenCall], answers: Sequence[Numbered]) -> list[ChatMessage]:
-    """Return the answers to all calls of a turn in the order of the calls. Raises ValueError."""
+def _outputs_in_order(calls: Sequence[OpenCall], outputs: Sequence[Numbered]) -> list[ChatMessage]:
+    """Return the outputs of all calls of a turn in the order of the calls. Raises ValueError."""
     try:
-        answered = answered_calls(calls, [message for _, message in answers])
+        answered = match_outputs(calls, [message for _, message in outputs])
     except UnmatchedToolOutputError as error:
-        raise ValueError(f"{describe_message(*answers[error.index])}: {error}") from None
+        raise ValueError(f"{describe_message(*outputs[error.index])}: {error}") from None
     for call in calls:
         if call not in answered:
             named = "" if call.call_id is None else f" ({call.call_id})"
-            raise MissingAnswerError(
-                f"the call of {call.recipient}{named} has no result, but ChatML matches results "
-                "to calls by their order. Add the result"
+            raise MissingToolOutputError(
+                f"the call of {call.recipient}{named} has no tool output, but ChatML matches "
+                "outputs to calls by their order. Add the output"
             )
-    return [chat_message(*answer) for answer, _ in in_call_order(calls, answers)]
+    return [chat_message(*output) for output, _ in in_call_order(calls, outputs)]
 
 
 def _check_end(messages: Sequence[ChatMessage]) -> None:

@@ -66,19 +66,19 @@ def conversation_pieces(messages: Sequence[ChatMessage]) -> list[Piece]:
     return pieces
 
 
-def _message_pieces(message: ChatMessage, follows_tool: bool, more_answers: bool) -> list[Piece]:
-    """Render a message. Consecutive answers of tools become one message of the user.
+def _message_pieces(message: ChatMessage, follows_tool: bool, more_outputs: bool) -> list[Piece]:
+    """Render a message. Consecutive tool outputs become one message of the user.
 
     Args:
         message: message to render.
-        follows_tool: True if the previous message is a tool's answer.
-        more_answers: True if the next message is a tool's answer.
+        follows_tool: True if the previous message is a tool output.
+        more_outputs: True if the next message is a tool output.
     """
     if message.role == "tool":
-        # Only the first answer opens a message, and only the last one closes it.
+        # Only the first output opens a message, and only the last one closes it.
         pieces: list[Piece] = [] if follows_tool else [Markup(IM_START), "user"]
         pieces.append(f"\n<tool_response>\n{message.text}\n</tool_response>")
-        return pieces if more_answers else [*pieces, Markup(IM_END), "\n"]
+        return pieces if more_outputs else [*pieces, Markup(IM_END), "\n"]
 
     body: list[Piece] = [message.text]
     if message.role == "assistant":

@@ -28,7 +28,7 @@ from rl_loop.conversations.conversation import (
 )
 from rl_loop.conversations.errors import ConversationError
 from rl_loop.conversations.formats import (
-    paired_answers,
+    outputs_in_call_order,
     plain_messages,
     plain_sharegpt,
     resolve_format,
@@ -83,7 +83,7 @@ class ChatMlRenderer:
         """
         messages, tools = _read(record, record_format)
         # Order the messages first, because the checks below compare neighboring messages.
-        entries = _entries(answers_in_order(messages))
+        entries = _entries(outputs_in_order(messages))
         check_conversation(entries, tools)
 
         sample = self._render(entries, tools)
@@ -158,13 +158,13 @@ def _read(record: Any, record_format: Format) -> tuple[list[Numbered], list[Tool
     return plain_sharegpt(record) if record_format == "sharegpt" else plain_messages(record)
 
 
-def answers_in_order(messages: Sequence[Numbered]) -> list[Numbered]:
-    """Put the answers to the calls of one message in the order of these calls.
+def outputs_in_order(messages: Sequence[Numbered]) -> list[Numbered]:
+    """Sort the tool outputs of each message's calls by the order of these calls.
 
-    ChatML does not name the call of an answer, so answers must have the order of the calls.
+    ChatML does not name the call of an output, so outputs must have the order of the calls.
 
     Raises:
-        ConversationError: for a call without an answer, except at the end, and for an answer
+        ConversationError: for a call without an output, except at the end, and for an output
             without a call.
     """
     ordered: list[Numbered] = []
@@ -174,21 +174,21 @@ def answers_in_order(messages: Sequence[Numbered]) -> list[Numbered]:
         ordered.append((number, message))
 
         calls = message.get("tool_calls") or []
-        answers: list[Numbered] = []
+        outputs: list[Numbered] = []
         while left and left[0][1].get("role") == "tool":
-            answers.append(left.popleft())
+            outputs.append(left.popleft())
 
-        # The conversation may end with calls, which are trained on without their answers.
-        ends_with_calls = not answers and not left
+        # The conversation may end with calls, which are trained on without their outputs.
+        ends_with_calls = not outputs and not left
         if ends_with_calls:
             break
-        # Without call ids, an answer that is left out would shift the following ones to other
-        # calls.
-        if len(answers) != len(calls):
+        # Without call ids, a missing output would assign the following outputs to wrong calls.
+        if len(outputs) != len(calls):
             raise ConversationError(
-                f"message {number} calls {len(calls)} functions, but {len(answers)} answers follow"
+                f"message {number} calls {len(calls)} functions, but {len(outputs)} tool outputs "
+                "follow"
             )
-        ordered += paired_answers(message, answers)
+        ordered += outputs_in_call_order(message, outputs)
     return ordered
 
 

@@ -54,12 +54,12 @@ class ConversationEntry:
 class Conversation:
     """Checked conversation, ready for rendering."""
 
-    prefix: list[Message]
+    developer_messages: list[Message]
     """Developer messages at the beginning."""
     tools: list[Tool]
     """Functions that the developer message describes."""
     entries: list[ConversationEntry]
-    """Messages after ``prefix``. The last one is the assistant's."""
+    """Messages after ``developer_messages``. The last one is the assistant's."""
     system: Message | None = None
     """System message. None for the system message of the run."""
     reasoning_effort: ReasoningEffort | None = None
@@ -89,7 +89,7 @@ def make_conversation(
     messages: Iterable[tuple[int, Mapping[str, Any]]],
     *,
     tools: Sequence[Tool] = (),
-    prefix: Sequence[Message] = (),
+    developer_messages: Sequence[Message] = (),
     callable_functions: frozenset[str] | None = None,
     namespaces: frozenset[str] = BUILTIN_NAMESPACES,
     system: Message | None = None,
@@ -101,7 +101,7 @@ def make_conversation(
         messages: pairs of an index in the file and a message in the format of
             ``rl_loop.harmony.conversation``, with CONTROL_KEYS.
         tools: functions that the developer describes.
-        prefix: first developer messages, already in Harmony's format.
+        developer_messages: first developer messages, already in Harmony's format.
         callable_functions: names of the functions that may be called; None allows any.
         namespaces: tools and namespaces of tools that may be called, without functions.
         system: replacement for the run's system message.
@@ -113,16 +113,16 @@ def make_conversation(
     entries, truncated = _translate(messages)
 
     # Developer messages at the beginning are rendered together with the system message.
-    prefix_length = 0
-    while (
-        prefix_length < len(entries)
-        and entries[prefix_length].message.author.role is Role.DEVELOPER
-    ):
-        prefix_length += 1
+    first_turn = 0
+    while first_turn < len(entries) and entries[first_turn].message.author.role is Role.DEVELOPER:
+        first_turn += 1
     conversation = Conversation(
-        prefix=[*prefix, *(entry.message for entry in entries[:prefix_length])],
+        developer_messages=[
+            *developer_messages,
+            *(entry.message for entry in entries[:first_turn]),
+        ],
         tools=list(tools),
-        entries=entries[prefix_length:],
+        entries=entries[first_turn:],
         system=system,
         reasoning_effort=reasoning_effort,
         truncated=truncated,
@@ -150,7 +150,7 @@ def _translate(
     messages: Iterable[tuple[int, Mapping[str, Any]]],
 ) -> tuple[list[ConversationEntry], bool]:
     """Return the messages of Harmony, and True if the last one was cut off."""
-    # The translator pairs calls and answers, so it needs all messages in order.
+    # The translator pairs calls and tool outputs, so it needs all messages in order.
     translator = MessageTranslator()
     entries: list[ConversationEntry] = []
     truncated = False
@@ -159,12 +159,13 @@ def _translate(
         if truncated:
             raise ConversationError("a message with finish_reason 'length' must be the last one")
         role = message.get("role") if isinstance(message, Mapping) else None
-        # GPT-OSS waits for the answer after <|call|>. ``_check_turn`` reports an assistant's
+        # GPT-OSS waits for the tool output after <|call|>. ``_check_turn`` reports an assistant's
         # message.
         if role not in ("assistant", "tool") and translator.open_calls:
             recipient = translator.open_calls[0].recipient
             raise ConversationError(
-                f"{describe_message(number, message)}: the earlier call of {recipient} has no answer"
+                f"{describe_message(number, message)}: the earlier call of {recipient} has no tool "
+                "output"
             )
 
         in_loss = False
@@ -224,7 +225,7 @@ def _check_ends(conversation: Conversation) -> None:
 
     first = entries[0]
     # Instructions of a developer are enough for the assistant to begin.
-    if first.is_by_assistant and not conversation.prefix:
+    if first.is_by_assistant and not conversation.developer_messages:
         raise ConversationError("it begins with an assistant message")
 
     last = entries[-1]
@@ -292,7 +293,7 @@ def _check_texts(conversation: Conversation) -> None:
     """Check that no text spells a special token."""
     for entry in conversation.entries:
         _check_text(f"message {entry.number}", message_text(entry.message))
-    for message in conversation.prefix:
+    for message in conversation.developer_messages:
         for part in message.content:
             if isinstance(part, DeveloperContent):
                 _check_text("the developer's message", part.model_dump_json())

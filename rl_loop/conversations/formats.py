@@ -191,9 +191,9 @@ def _checked_arguments(name: str, function: str, arguments: str) -> str:
 
 
 def one_call_per_turn(messages: Sequence[Numbered]) -> Iterator[Numbered]:
-    """Split messages with several calls, so that each call precedes its answer.
+    """Split messages with several calls, so that each call precedes its output.
 
-    GPT-OSS stops at <|call|> and continues after the answer, so it never makes two calls at a time.
+    GPT-OSS stops at <|call|> and continues after the output, so it never makes two calls at a time.
     """
     at = 0
     while at < len(messages):
@@ -205,49 +205,49 @@ def one_call_per_turn(messages: Sequence[Numbered]) -> Iterator[Numbered]:
             yield number, message
             continue
 
-        answers: list[Numbered] = []
-        # Answers follow directly, before any other message.
+        outputs: list[Numbered] = []
+        # Outputs follow directly, before any other message.
         while at < len(messages) and messages[at][1].get("role") == "tool":
-            answers.append(messages[at])
+            outputs.append(messages[at])
             at += 1
-        yield from _in_turns(number, message, calls, answers)
+        yield from _in_turns(number, message, calls, outputs)
 
 
 def _in_turns(
-    number: int, message: dict[str, Any], calls: list[Any], answers: list[Numbered]
+    number: int, message: dict[str, Any], calls: list[Any], outputs: list[Numbered]
 ) -> Iterator[Numbered]:
-    """Split a message with several calls into several messages, with the answers in between."""
-    if len(answers) < len(calls):
+    """Split a message with several calls into several messages, with the outputs in between."""
+    if len(outputs) < len(calls):
         raise ConversationError(
-            f"{describe_message(number, message)}: only {len(answers)} of its {len(calls)} "
-            "calls have an answer. GPT-OSS waits for the answer to each call"
+            f"{describe_message(number, message)}: only {len(outputs)} of its {len(calls)} "
+            "calls have a tool output. GPT-OSS waits for the output of each call"
         )
 
     # The weight applies to all calls of the message.
     kept = {key: message[key] for key in ("role", "weight") if key in message}
-    ordered = paired_answers(message, answers[: len(calls)])
-    for i, (call, answer) in enumerate(zip(calls, ordered, strict=True)):
+    ordered = outputs_in_call_order(message, outputs[: len(calls)])
+    for i, (call, output) in enumerate(zip(calls, ordered, strict=True)):
         # The first message keeps the thoughts and the text.
         yield number, (message if i == 0 else kept) | {"tool_calls": [call]}
-        yield answer
-    # The translator reports answers that belong to no call.
-    yield from answers[len(calls) :]
+        yield output
+    # The translator reports outputs that belong to no call.
+    yield from outputs[len(calls) :]
 
 
-def paired_answers(message: dict[str, Any], answers: Sequence[Numbered]) -> list[Numbered]:
-    """Return the answers to a message's calls in the order of the calls, one for each.
+def outputs_in_call_order(message: dict[str, Any], outputs: Sequence[Numbered]) -> list[Numbered]:
+    """Return the outputs of a message's calls in the order of the calls, one for each.
 
-    Answers without a call id belong to the remaining calls, in order.
+    Outputs without a call id belong to the remaining calls, in order.
 
     Raises:
-        ConversationError: if an answer names a call that the message does not make.
+        ConversationError: if an output names a call that the message does not make.
     """
     try:
-        ordered = in_call_order(parse_calls(message), answers, by_index=True)
+        ordered = in_call_order(parse_calls(message), outputs, by_index=True)
     except UnmatchedToolOutputError as error:
-        named = describe_message(*answers[error.index])
+        named = describe_message(*outputs[error.index])
         raise ConversationError(f"{named}: {error}") from None
-    return [answer for answer, _ in ordered]
+    return [output for output, _ in ordered]
 
 
 # ---- ShareGPT
@@ -314,7 +314,7 @@ def read_harmony(record: dict[str, Any]) -> Conversation:
     """
     messages = _read_list(record, "messages")
     system: Message | None = None
-    prefix: list[Message] = []
+    developer_messages: list[Message] = []
     functions: set[str] = set()
     namespaces = set(BUILTIN_NAMESPACES)
     described = False
@@ -337,7 +337,7 @@ def read_harmony(record: dict[str, Any]) -> Conversation:
             system = Message.from_role_and_content(Role.SYSTEM, content)
             namespaces |= set(content.tools or {})
             continue
-        prefix.append(Message.from_role_and_content(Role.DEVELOPER, content))
+        developer_messages.append(Message.from_role_and_content(Role.DEVELOPER, content))
         # If tools are described, only these functions may be called.
         for namespace in (content.tools or {}).values():
             described = True
@@ -346,7 +346,7 @@ def read_harmony(record: dict[str, Any]) -> Conversation:
 
     return make_conversation(
         rest,
-        prefix=prefix,
+        developer_messages=developer_messages,
         callable_functions=frozenset(functions) if described else None,
         namespaces=frozenset(namespaces),
         system=system,

@@ -20,11 +20,11 @@ from rl_loop.conversations.formats import read_conversation
 from rl_loop.harmony.codec import FormatError, Harmony, ParsedMessage
 from rl_loop.harmony.conversation import message_text, without_finished_analysis
 
-CACHED_PREFIXES = 256
-"""Cache size. Most conversations of a file have the same instructions and tools."""
+CACHE_SIZE = 256
+"""Maximum entries of each cache. Most conversations of a file have equal instructions and tools."""
 
 StopToken = Literal["<|end|>", "<|return|>", "<|call|>"]
-PrefixKey = tuple[tuple[str | None, ...], str | None, str, ReasoningEffort | None]
+SystemPromptKey = tuple[tuple[str | None, ...], str | None, str, ReasoningEffort | None]
 
 
 @dataclass
@@ -79,9 +79,9 @@ class HarmonyRenderer:
     def __init__(self, harmony: Harmony, options: RenderOptions) -> None:
         self._harmony = harmony
         self._options = options
-        self._prefixes: OrderedDict[PrefixKey, list[int]] = OrderedDict()
-        self._misread: dict[tuple[ParsedMessage, ...], str] = {}
-        """Cache of ``_misreading``. Keys are the messages of a turn, without texts."""
+        self._system_prompts: OrderedDict[SystemPromptKey, list[int]] = OrderedDict()
+        self._header_faults: dict[tuple[ParsedMessage, ...], str] = {}
+        """Cache of ``_find_header_fault``. Keys are the messages of a turn, without texts."""
 
     def render_record(
         self, record: Any, record_format: Format
@@ -123,7 +123,7 @@ class HarmonyRenderer:
     def _render_whole(self, conversation: Conversation) -> RenderedSample:
         """Render a conversation as one episode, exactly as it was sampled."""
         sample = RenderedSample()
-        sample.add(self._prefix(conversation), in_loss=False)
+        sample.add(self._render_system_prompt(conversation), in_loss=False)
         turns = conversation.turns
         self._add_others(sample, conversation.entries[: turns[0].start])
         self._add_turns(sample, conversation, turns)
@@ -134,7 +134,7 @@ class HarmonyRenderer:
 
         Earlier groups are rendered as they look at inference.
         """
-        prefix = self._prefix(conversation)
+        system_prompt = self._render_system_prompt(conversation)
         entries = conversation.entries
         samples: list[RenderedSample] = []
 
@@ -145,7 +145,7 @@ class HarmonyRenderer:
                 continue
 
             sample = RenderedSample()
-            sample.add(prefix, in_loss=False)
+            sample.add(system_prompt, in_loss=False)
             history = [entry.message for entry in entries[: turns[0].start]]
             for message in without_finished_analysis(history):
                 sample.add(self._harmony.render_message(message), in_loss=False)
@@ -193,18 +193,18 @@ class HarmonyRenderer:
         """
         # Texts are encoded as plain text, so only headers can be misread. Few are distinct.
         messages = tuple(_parsed(entry.message, "") for entry in turn)
-        reason = self._misread.get(messages)
+        reason = self._header_faults.get(messages)
         if reason is None:
-            reason = self._misreading(messages)
+            reason = self._find_header_fault(messages)
             # Files have few different headers, so clearing all of them is rare.
-            if len(self._misread) >= CACHED_PREFIXES:
-                self._misread.clear()
-            self._misread[messages] = reason
+            if len(self._header_faults) >= CACHE_SIZE:
+                self._header_faults.clear()
+            self._header_faults[messages] = reason
         if reason:
             raise ConversationError(f"message {turn[0].number}: {reason}")
 
-    def _misreading(self, messages: Sequence[ParsedMessage]) -> str:
-        """Return an error if the headers of a turn are parsed as others, else ""."""
+    def _find_header_fault(self, messages: Sequence[ParsedMessage]) -> str:
+        """Return an error if the headers of a turn are parsed differently, else ""."""
         read = self._harmony.parse(self._harmony.render_assistant(messages))
         if isinstance(read, FormatError):
             return f"in RL its turn would be a format error ({read.kind})"
@@ -221,18 +221,18 @@ class HarmonyRenderer:
 
     # ---- system and developer messages
 
-    def _prefix(self, conversation: Conversation) -> list[int]:
+    def _render_system_prompt(self, conversation: Conversation) -> list[int]:
         """Render the system message and the developer messages at the beginning."""
         # Cached, because many conversations have the same messages. The key contains all that
-        # ``render_prefix`` gets.
-        key = _prefix_key(conversation)
-        if key in self._prefixes:
-            self._prefixes.move_to_end(key)
-            return self._prefixes[key]
+        # ``render_system_prompt`` gets.
+        key = _system_prompt_key(conversation)
+        if key in self._system_prompts:
+            self._system_prompts.move_to_end(key)
+            return self._system_prompts[key]
 
         try:
-            ids = self._harmony.render_prefix(
-                conversation.prefix,
+            ids = self._harmony.render_system_prompt(
+                conversation.developer_messages,
                 conversation.tools,
                 # Tools of a record can have schemas that openai-harmony cannot describe.
                 system=conversation.system,
@@ -240,9 +240,9 @@ class HarmonyRenderer:
             )
         except ValueError as error:
             raise ConversationError(f"its tools cannot be described: {error}") from None
-        self._prefixes[key] = ids
-        if len(self._prefixes) > CACHED_PREFIXES:
-            self._prefixes.popitem(last=False)
+        self._system_prompts[key] = ids
+        if len(self._system_prompts) > CACHE_SIZE:
+            self._system_prompts.popitem(last=False)
         return ids
 
 
@@ -251,11 +251,11 @@ def _parsed(message: Message, text: str) -> ParsedMessage:
     return ParsedMessage(message.channel or "", message.recipient, message.content_type, text)
 
 
-def _prefix_key(conversation: Conversation) -> PrefixKey:
-    """Return the cache key for ``_prefix``."""
+def _system_prompt_key(conversation: Conversation) -> SystemPromptKey:
+    """Return the cache key for ``_render_system_prompt``."""
     system = conversation.system
     return (
-        tuple(_content_key(message) for message in conversation.prefix),
+        tuple(_content_key(message) for message in conversation.developer_messages),
         None if system is None else system.to_json(),
         repr(conversation.tools) if conversation.tools else "",
         conversation.reasoning_effort,

@@ -434,7 +434,7 @@ def _with_tool_error(observed: ServerObservation) -> ServerObservation:
 
 
 def _result_text(result: Any) -> str:
-    """Return a tool's result as text. For an MCP result this is its content."""
+    """Return a tool output as text. For an MCP result this is its content."""
     if isinstance(result, dict) and isinstance(result.get("content"), list):
         return render_blocks(result["content"])
     return _as_text(result)

@@ -16,7 +16,7 @@ from typing import Any
 
 from pydantic import Field
 
-from rl_loop.chat.open_calls import with_answers_in_order
+from rl_loop.chat.open_calls import with_outputs_in_order
 from rl_loop.data.trajectory import FinishReason
 from rl_loop.gateway.answer import FunctionCall
 from rl_loop.gateway.body import json_text
@@ -146,7 +146,7 @@ def _turn_request(parameters: ChatParameters) -> TurnRequest:
     # hold.
     limits = [parameters.max_tokens, parameters.max_completion_tokens]
     return TurnRequest(
-        messages=with_answers_in_order(messages, ()),
+        messages=with_outputs_in_order(messages, ()),
         tools=tools.tools,
         constraint=build_constraint(tools, schema, "response_format"),
         reasoning_effort=parse_effort(parameters.reasoning_effort, "reasoning_effort"),

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from rl_loop.chat.open_calls import with_answers_in_order
+from rl_loop.chat.open_calls import with_outputs_in_order
 from rl_loop.data.trajectory import Trajectory
 from rl_loop.gateway.errors import ApiError, invalid_request
 from rl_loop.gateway.node import ForestPosition, TurnNode
@@ -26,8 +26,8 @@ from rl_loop.rollout.episode_draft import EpisodeDraft
 
 MAX_TURN_BYTES = 256 << 20
 """Maximum bytes of a session's turns if old turns are dropped."""
-MAX_ORDERED = 16_384
-"""Maximum pairs of a tool result and an open call for which results are sorted on the event
+MAX_SORTED_PAIRS = 16_384
+"""Maximum pairs of a tool output and an open call for which outputs are sorted on the event
 loop."""
 
 
@@ -238,14 +238,14 @@ def _continued(
     previous: TurnNode, request: TurnRequest
 ) -> tuple[tuple[dict[str, Any], ...], tuple[MessageDigest, ...]]:
     """Return the messages up to a request that continues a stored response, and their digests."""
-    # Tool results have no ids in a prompt, but a client may send them in any order. Results of the
-    # request's calls are sorted already. The first results answer ``previous``.
+    # Tool outputs have no ids in a prompt, but a client may send them in any order. Outputs of the
+    # request's calls are sorted already. The first outputs are those of the calls of ``previous``.
     messages = request.messages
     first = next((i for i, m in enumerate(messages) if m["role"] != "tool"), len(messages))
     # By identity: sorting returns the same objects, and a digest takes long for a long message.
     digest_of = dict(zip(map(id, messages), request.digests, strict=True))
-    if first * len(previous.open_calls) <= MAX_ORDERED:
-        messages = (*with_answers_in_order(messages[:first], previous.messages), *messages[first:])
+    if first * len(previous.open_calls) <= MAX_SORTED_PAIRS:
+        messages = (*with_outputs_in_order(messages[:first], previous.messages), *messages[first:])
     digests = tuple(digest_of[id(message)] for message in messages)
     return (*previous.messages, *messages), (*previous.digests, *digests)
 

@@ -285,7 +285,7 @@ def new_node(
     is_empty = finish_reason is not FinishReason.STOP and message.keys() == {"role", "content"}
     answers = () if is_empty and not message["content"] else (message,)
     new_role = "prompt"
-    # The first new message names all of them. Tools' results precede a message of the user.
+    # The first new message names all of them. Tool outputs precede a message of the user.
     if prompt.parent is not None:
         new_role = "tool" if position.new_messages[0]["role"] == "tool" else "user"
 

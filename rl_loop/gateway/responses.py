@@ -12,7 +12,7 @@ from typing import Any
 
 from pydantic import BaseModel, Field
 
-from rl_loop.chat.open_calls import with_answers_in_order
+from rl_loop.chat.open_calls import with_outputs_in_order
 from rl_loop.data.trajectory import FinishReason
 from rl_loop.gateway.answer import AnswerText
 from rl_loop.gateway.body import json_text
@@ -176,7 +176,7 @@ def _turn_request(parameters: ResponsesParameters) -> TurnRequest:
     if parameters.top_logprobs and not log_probs:
         raise invalid_request(f"needs {INCLUDED_LOG_PROBS!r} in include", "top_logprobs")
     return TurnRequest(
-        messages=with_answers_in_order(_messages(parameters.input), ()),
+        messages=with_outputs_in_order(_messages(parameters.input), ()),
         tools=tools.tools,
         constraint=build_constraint(tools, schema, "text.format"),
         instructions=parameters.instructions,

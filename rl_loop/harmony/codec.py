@@ -5,8 +5,6 @@ unchanged, because rendering a parsed message gives other ids: the recipient mov
 channel.
 """
 
-import json
-import re
 from collections.abc import Container, Mapping, Sequence
 from functools import lru_cache
 from typing import Any, Literal
@@ -25,28 +23,28 @@ from openai_harmony import (
 from rl_loop.chat.codec import Effort, without_surrogates
 from rl_loop.chat.messages import FormatError, ParsedMessage, ToolOutput, TruncatedTurn
 from rl_loop.chat.open_calls import OpenCall
-from rl_loop.chat.tools import FUNCTIONS, BuiltinTool, PythonTool, Tool, check_names
+from rl_loop.chat.tools import BuiltinTool, PythonTool, Tool, check_names
 from rl_loop.harmony import chat_template
 from rl_loop.harmony.bounded_rendering import developer_text, takes_long
 from rl_loop.harmony.conversation import (
-    CONSTRAIN,
     message_text,
     prompt_messages,
-    sampled_content_type,
     tool_message,
     user_message,
     without_finished_analysis,
 )
 from rl_loop.harmony.history import MessageFinder
 from rl_loop.harmony.prompt_config import PromptConfig
-from rl_loop.harmony.prompt_prefix import system_message, with_tools
-from rl_loop.harmony.prompt_prefix_cache import PromptPrefixCache
+from rl_loop.harmony.sampled_rendering import SampledTurnRenderer
 from rl_loop.harmony.sampled_turn import parse_turn
+from rl_loop.harmony.system_prompt import describe_functions, system_message
+from rl_loop.harmony.system_prompt_cache import SystemPromptCache
+from rl_loop.harmony.turn_grammar import turn_grammar
 from rl_loop.harmony.turn_reader import HarmonyReader
 from rl_loop.harmony.vocabulary import (
-    SPECIAL_TOKENS,
     Vocabulary,
     harmony_encoding,
+    model_special_id,
     special_id,
 )
 
@@ -62,12 +60,11 @@ __all__ = [
 ]
 
 
-CACHED_HEADERS = 4096
-"""Size of the header cache. There are few distinct headers."""
-SPECIAL_NAME = re.compile(r"<\|\w+\|>")
-"""Texts that may be the name of a special token."""
-TRIED_ENDS = 16
-"""Last messages of a malformed turn that are tried as its last valid message."""
+CACHED_FRAMES = 4096
+"""Size of the cache of messages without text. There are few distinct ones."""
+MAX_TRIED_ENDS = 16
+"""Maximum number of message ends, from the last one, at which a malformed turn is cut off to make
+it valid."""
 
 
 class Harmony:
@@ -93,16 +90,15 @@ class Harmony:
         self._prompt = prompt
         self._python_seconds = python_seconds
 
-        self._sampled_headers: dict[tuple[str, str | None, str | None], list[int]] = {}
-
         # A prompt ends within the assistant's header, which the policy continues.
         header = harmony_encoding().encode("<|start|>assistant", allowed_special="all")
         self.assistant_header = vocabulary.from_harmony(header)
-        [self.answer_end] = self._special("<|return|>")
-        [self.call_end] = self._special("<|call|>")
-        [self.message_end] = self._special("<|end|>")
+        self.answer_end = model_special_id(vocabulary, "<|return|>")
+        self.call_end = model_special_id(vocabulary, "<|call|>")
+        self.message_end = model_special_id(vocabulary, "<|end|>")
         self._history = MessageFinder(vocabulary)
-        self._prefix_cache = PromptPrefixCache(self)
+        self._sampled_turns = SampledTurnRenderer(vocabulary, self.assistant_header)
+        self._system_prompts = SystemPromptCache(self)
 
     # ---- rendering
 
@@ -136,7 +132,7 @@ class Harmony:
         if drop_analysis:
             rendered = without_finished_analysis(rendered)
         if tools:
-            rendered = with_tools(rendered, tools)
+            rendered = describe_functions(rendered, tools)
         effort = None
         if reasoning_effort is not None:
             # The values of openai-harmony's enum are capitalized.
@@ -159,7 +155,7 @@ class Harmony:
         )
         return self.vocabulary.from_harmony(ids)
 
-    def render_prefix(
+    def render_system_prompt(
         self,
         messages: Sequence[Message],
         tools: Sequence[Tool] = (),
@@ -181,7 +177,7 @@ class Harmony:
         check_names(tools)
         # Before the system message is added, because the tools belong to the first developer
         # message.
-        prefix = with_tools(messages, tools) if tools else list(messages)
+        prefix = describe_functions(messages, tools) if tools else list(messages)
         if system is None:
             system = system_message(self._prompt, (), self._python_seconds, reasoning_effort)
         if system is not None:
@@ -284,7 +280,7 @@ class Harmony:
             first += 1
 
         key = keys[first] if keys else None
-        head = self._prefix_cache.render(key, messages[:first], tools, reasoning_effort)
+        head = self._system_prompts.render(key, messages[:first], tools, reasoning_effort)
         return [*head, *self.render_continuation(messages[first:], open_calls, first)]
 
     def render_observation(
@@ -292,12 +288,12 @@ class Harmony:
         outputs: Sequence[ToolOutput],
         user: str | None = None,
     ) -> list[int]:
-        """Render the answers of tools to the assistant, and then the user's message.
+        """Render the outputs of a sampled turn's calls, and then the user's message.
 
         The result ends at the beginning of the assistant's turn. Lone surrogates become U+FFFD.
 
         Args:
-            outputs: results of the tools.
+            outputs: tool outputs, in the order of the calls.
             user: next message of the user.
         """
         ids: list[int] = []
@@ -313,84 +309,20 @@ class Harmony:
         messages: Sequence[ParsedMessage],
         end: Literal["<|return|>", "<|call|>"] | None = None,
     ) -> list[int]:
-        """Render an assistant turn as a policy would sample it, after ``<|start|>assistant``.
-
-        Args:
-            messages: messages of the turn.
-            end: last token. None chooses it by the last message: a call or an answer.
-        """
-        if end is None:
-            end = "<|return|>" if messages[-1].recipient is None else "<|call|>"
-        ids: list[int] = []
-        for message in messages[:-1]:
-            ids += self.render_sampled(message, "<|end|>") + self.assistant_header
-        return ids + self.render_sampled(messages[-1], end)
+        """Render a turn as a policy would sample it: see ``SampledTurnRenderer``."""
+        return self._sampled_turns.render_turn(messages, end)
 
     def render_sampled(
         self,
         message: ParsedMessage,
         end: Literal["<|end|>", "<|return|>", "<|call|>"] | None,
     ) -> list[int]:
-        """Render one message as a policy would sample it, after ``<|start|>assistant``.
-
-        The header has GPT-OSS's own order: channel, recipient, content type. openai-harmony writes
-        the recipient before the channel in history. Both are valid and parsed equally.
-
-        Args:
-            message: message to render.
-            end: last token. None if sampling was cut off within the message.
-        """
-        key = (message.channel, message.recipient, message.content_type)
-        header = self._sampled_headers.get(key)
-        if header is None:
-            header = self._sampled_header(*key)
-            # Bound the cache, because data sets contain any number of recipients.
-            if len(self._sampled_headers) >= CACHED_HEADERS:
-                self._sampled_headers.clear()
-            self._sampled_headers[key] = header
-
-        ids = header + self.vocabulary.encode_text(message.text)
-        if end is not None:
-            ids += self._special(end)
-        return ids
-
-    def _sampled_header(
-        self, channel: str, recipient: str | None, content_type: str | None
-    ) -> list[int]:
-        """Render the header of a message, including <|message|>."""
-        encode_text = self.vocabulary.encode_text
-        ids = self._special("<|channel|>") + encode_text(channel)
-        if recipient is not None:
-            ids += encode_text(f" to={recipient}")
-        written = sampled_content_type(content_type, recipient)
-        if written is not None:
-            ids += self._content_type(written)
-        return ids + self._special("<|message|>")
-
-    def _special(self, token: str) -> list[int]:
-        return self.vocabulary.from_harmony([special_id(token)])
-
-    def _content_type(self, content_type: str) -> list[int]:
-        """Encode a content type, including the space before it."""
-        encode_text = self.vocabulary.encode_text
-        if not content_type.startswith(CONSTRAIN):
-            return encode_text(f" {content_type}")
-        kind = content_type.removeprefix(CONSTRAIN)
-        return encode_text(" ") + self._special(CONSTRAIN) + encode_text(kind)
+        """Render one message as a policy would sample it: see ``SampledTurnRenderer``."""
+        return self._sampled_turns.render_message(message, end)
 
     def encode_sampled(self, text: str) -> list[int]:
         """Encode a turn that a person wrote. Names of special tokens become these tokens."""
-        names = harmony_encoding().special_tokens_set
-        ids: list[int] = []
-        begin = 0
-        # openai-harmony encodes a text in time that is quadratic in its longest word, so that it
-        # encodes only the special tokens.
-        for match in SPECIAL_NAME.finditer(text):
-            if match[0] in names:
-                ids += self.vocabulary.encode_text(text[begin : match.start()])
-                ids += self._special(match[0])
-                begin = match.end()
-        return ids + self.vocabulary.encode_text(text[begin:])
+        return self._sampled_turns.encode(text)
 
     # ---- parsing
 
@@ -423,7 +355,7 @@ class Harmony:
         # Case 2: cut within a header, which has no usable information, or malformed. Keep the last
         # message that is complete.
         ends = [place for place, token in enumerate(ids) if token == self.message_end]
-        for place in reversed(ends[-TRIED_ENDS:]):
+        for place in reversed(ends[-MAX_TRIED_ENDS:]):
             for end in (self.answer_end, self.call_end):
                 messages = self.parse([*ids[:place], end])
                 if not isinstance(messages, FormatError):
@@ -437,25 +369,7 @@ class Harmony:
 
     def turn_grammar(self, answer: str | None, arguments: Mapping[str, str]) -> str:
         """Return a grammar of turns: see ``ChatCodec``. Thoughts are one analysis message."""
-        tokens = {name: f"<[{self._special(name)[0]}]>" for name in SPECIAL_TOKENS}
-        channel, message = tokens["<|channel|>"], tokens["<|message|>"]
-        end, start = tokens["<|end|>"], tokens["<|start|>"]
-        rules = [
-            f'thoughts: {channel} "analysis" {message} TEXT {end} {start} "assistant"',
-            r"TEXT: /(.|\n)*/",
-        ]
-        turns = []
-        if answer is not None:
-            turns.append("answer")
-            rules.append(f'answer: {channel} "final" {message} json {tokens["<|return|>"]}')
-            rules.append(f"json: %json {answer}")
-        for number, (name, schema) in enumerate(arguments.items()):
-            header = json.dumps(f"commentary to={FUNCTIONS}{name} ", ensure_ascii=False)
-            written = f'{channel} {header} {tokens["<|constrain|>"]} "json" {message}'
-            turns.append(f"call_{number}")
-            rules.append(f"call_{number}: {written} arguments_{number} {tokens['<|call|>']}")
-            rules.append(f"arguments_{number}: %json {schema}")
-        return "\n".join([f"start: thoughts? ({' | '.join(turns)})", *rules])
+        return turn_grammar(self.vocabulary, answer, arguments)
 
     def turn_reader(self, recipients: Container[str], stop: Sequence[str]) -> HarmonyReader:
         """Return a reader of a turn that is being sampled: see ``ChatCodec``."""
@@ -505,7 +419,7 @@ class Harmony:
         return self.vocabulary.decode([token_id])
 
 
-@lru_cache(maxsize=CACHED_HEADERS)
+@lru_cache(maxsize=CACHED_FRAMES)
 def _frame(
     role: Role,
     name: str | None,

@@ -4,11 +4,11 @@ A message is a dictionary in OpenAI's chat format, with further keys for Harmony
 
     role          "system" or "developer", "user", "assistant", "tool"
     content       text, or a list of parts {"type": "text", "text": ...}
-    name          of a user; of the tool that answers
-    tool_call_id  id of the call that a tool answers
+    name          of a user, or of the called tool for a tool output
+    tool_call_id  id of a tool output's call
     thinking      analysis before an assistant's message
     tool_calls    functions that the assistant calls: [{"id", "function": {"name", "arguments"}}]
-    channel       of an assistant's message or a tool's answer: "analysis", "commentary" or "final"
+    channel       of an assistant's message or a tool output: "analysis", "commentary" or "final"
     recipient     called tool of an assistant's message, such as "python" or "functions.search"
     content_type  of an assistant's message, such as "code" or "<|constrain|>json"
 
@@ -48,13 +48,13 @@ CONTENT_TYPE = re.compile(r"(<\|constrain\|> ?)?[^\s<>|]+")
 class MessageTranslator:
     """Converts the messages of a conversation to Harmony, one at a time.
 
-    A tool's answer belongs to an earlier call, so the order matters.
+    A tool output belongs to an earlier call, so the order matters.
     """
 
     def __init__(self, open_calls: list[OpenCall] | None = None) -> None:
         """Create a translator. ``open_calls`` of earlier messages are changed in place."""
         self.open_calls: list[OpenCall] = [] if open_calls is None else open_calls
-        """Calls without an answer, oldest first."""
+        """Calls without a tool output, oldest first."""
 
     def translate(self, number: int, message: Any) -> list[Message]:
         """Convert a message to one message of Harmony, or to several with thoughts or calls.
@@ -67,8 +67,8 @@ class MessageTranslator:
             ValueError: if it cannot be converted. The error names the message.
         """
         if isinstance(message, dict) and message.get("role") == "tool":
-            return self.translate_answers([(number, message)])
-        # Later answers belong to calls that are not skipped, if they name none.
+            return self.translate_outputs([(number, message)])
+        # Later outputs belong to calls that are not skipped, if they name none.
         for call in self.open_calls:
             call.is_skipped = True
         try:
@@ -76,29 +76,29 @@ class MessageTranslator:
         except ValueError as error:
             raise ValueError(f"{describe_message(number, message)}: {error}") from None
 
-    def translate_answers(self, answers: Sequence[Numbered]) -> list[Message]:
-        """Convert consecutive answers of tools, in the order of their calls.
+    def translate_outputs(self, outputs: Sequence[Numbered]) -> list[Message]:
+        """Convert consecutive tool outputs, in the order of their calls.
 
         Raises:
             ValueError: if one cannot be converted. The error names the message.
         """
         # Before the matching, so that the error names the malformed message.
-        for number, message in answers:
+        for number, message in outputs:
             try:
                 _check_keys(message)
                 _header_word(message, "name")
             except ValueError as error:
                 raise ValueError(f"{describe_message(number, message)}: {error}") from None
         try:
-            ordered = in_call_order(self.open_calls, answers)
+            ordered = in_call_order(self.open_calls, outputs)
         except UnmatchedToolOutputError as error:
-            raise ValueError(f"{describe_message(*answers[error.index])}: {error}") from None
+            raise ValueError(f"{describe_message(*outputs[error.index])}: {error}") from None
 
         rendered: list[Message] = []
         for (number, message), call in ordered:
             self.open_calls.remove(call)
             try:
-                rendered.append(_tool_answer(message, call))
+                rendered.append(_tool_output(message, call))
             except ValueError as error:
                 raise ValueError(f"{describe_message(number, message)}: {error}") from None
         return rendered
@@ -119,9 +119,9 @@ def prompt_messages(
 ) -> list[Message]:
     """Convert the conversation of a prompt to messages of Harmony, with the analysis of all turns.
 
-    A chat's "system" message is Harmony's developer message. A tool's answer belongs to the open
+    A chat's "system" message is Harmony's developer message. A tool output belongs to the open
     call of its ``tool_call_id`` or its ``name``, or to the only open call. The call's recipient
-    becomes its name. Consecutive answers are sorted by the order of their calls.
+    becomes its name. Consecutive outputs are sorted by the order of their calls.
 
     Args:
         messages: messages in the module's format.
@@ -134,15 +134,15 @@ def prompt_messages(
     """
     translator = MessageTranslator(open_calls)
     rendered: list[Message] = []
-    answers: list[Numbered] = []
+    outputs: list[Numbered] = []
     for number, message in enumerate(messages, start=first_number):
         if isinstance(message, dict) and message.get("role") == "tool":
-            answers.append((number, message))
+            outputs.append((number, message))
             continue
-        rendered += translator.translate_answers(answers)
-        answers.clear()
+        rendered += translator.translate_outputs(outputs)
+        outputs.clear()
         rendered += translator.translate(number, message)
-    rendered += translator.translate_answers(answers)
+    rendered += translator.translate_outputs(outputs)
 
     if messages and messages[-1]["role"] == "assistant":
         raise ValueError(
@@ -156,7 +156,7 @@ def without_finished_analysis(messages: Sequence[Message]) -> list[Message]:
     """Leave out the analysis before earlier answers, as the format specifies.
 
     Analysis since the last message on ``final`` stays, because reasoning continues over tool calls.
-    Calls on the analysis channel, and their answers (Python's), are dropped with it.
+    Calls on the analysis channel, and their outputs (Python's), are dropped with it.
 
     openai-harmony 0.0.8 drops only analysis before the *first* answer, and nothing while a later
     turn calls tools. The documentation has no such exceptions.
@@ -188,7 +188,10 @@ def assistant_message(
 
 
 def tool_message(name: str, channel: str, text: str, recipient: str = "assistant") -> Message:
-    """Create a tool's answer. ``name`` and ``channel`` are the call's recipient and channel."""
+    """Create the message of a tool output.
+
+    ``name`` and ``channel`` are the call's recipient and channel.
+    """
     return Message(
         author=_author(Role.TOOL, name),
         content=[TextContent(text=text)],
@@ -344,8 +347,8 @@ def _function_call(tool_call: Any) -> _FunctionCall:
     )
 
 
-def _tool_answer(message: dict[str, Any], call: OpenCall) -> Message:
-    """Convert a tool's answer to ``call`` to a message."""
+def _tool_output(message: dict[str, Any], call: OpenCall) -> Message:
+    """Convert the tool output of ``call`` to a message of Harmony."""
     channel = message.get("channel") or call.channel
     _check_channel(channel)
     recipient = _header_word(message, "recipient") or "assistant"

@@ -48,7 +48,7 @@ class MessageHeader(NamedTuple):
     channel: str | None
     """analysis, commentary or final."""
     recipient: str | None
-    """Called tool, or the role that a tool answers."""
+    """Called tool, or the role that a tool output is for."""
     content_type: str | None
     """Content type, such as "code" or "<|constrain|>json"."""
 

@@ -90,7 +90,7 @@ def _parse_checked_message(tokens: tuple[int, ...], is_first: bool) -> ParsedMes
     except (HarmonyError, ValueError):
         return FormatError("header")
 
-    # Otherwise a policy could write the answer of a tool, or the user's next message, itself.
+    # Otherwise a policy could write a tool output, or the user's next message, itself.
     if message.author.role is not Role.ASSISTANT:
         return FormatError("role")
     if message.channel not in CHANNELS:

@@ -1,4 +1,4 @@
-"""The beginning of a prompt: the system message, and descriptions of tools."""
+"""Builds the system message of a prompt, and describes tools in it and in the developer message."""
 
 from collections.abc import Sequence
 
@@ -53,7 +53,7 @@ def system_message(
             # The description has the sandbox's time limit, which is known only here.
             if isinstance(tool, PythonTool):
                 tool = tool.in_sandbox(python_seconds)
-            content = content.with_tools(described_builtin(tool))
+            content = content.with_tools(describe_builtin_tool(tool))
 
     # An empty message would only cost tokens.
     if not content.model_dump(exclude_none=True):
@@ -61,7 +61,7 @@ def system_message(
     return Message.from_role_and_content(Role.SYSTEM, content)
 
 
-def with_tools(messages: Sequence[Message], tools: Sequence[Tool]) -> list[Message]:
+def describe_functions(messages: Sequence[Message], tools: Sequence[Tool]) -> list[Message]:
     """Describe functions in the first developer message. Add one in front if there is none."""
     rendered = list(messages)
     developer = [i for i, m in enumerate(rendered) if m.author.role is Role.DEVELOPER]
@@ -72,20 +72,20 @@ def with_tools(messages: Sequence[Message], tools: Sequence[Tool]) -> list[Messa
         # A developer message has one part, with instructions and tools.
         content = rendered.pop(place).content[0]
 
-    content = content.with_function_tools([described_function(tool) for tool in tools])
+    content = content.with_function_tools([describe_function(tool) for tool in tools])
     rendered.insert(place, Message.from_role_and_content(Role.DEVELOPER, content))
     return rendered
 
 
-def described_function(tool: Tool) -> ToolDescription:
+def describe_function(tool: Tool) -> ToolDescription:
     """Return openai-harmony's description of a function."""
     return ToolDescription.new(tool.name, tool.description, harmony_schema(tool.parameters))
 
 
-def described_builtin(tool: BuiltinTool) -> ToolNamespaceConfig:
+def describe_builtin_tool(tool: BuiltinTool) -> ToolNamespaceConfig:
     """Return openai-harmony's description of a built-in tool."""
     return ToolNamespaceConfig(
         name=tool.name,
         description=tool.description,
-        tools=[described_function(function) for function in tool.functions],
+        tools=[describe_function(function) for function in tool.functions],
     )

@@ -10,10 +10,10 @@ from typing import Any, Protocol
 from rl_loop.chat.codec import Effort
 from rl_loop.chat.tools import Tool
 
-CACHED_PREFIXES = 64
+CACHED_PROMPTS = 64
 """Maximum number of entries."""
-MAX_PREFIX_TOKENS = 65_536
-"""Maximum number of tokens per entry. Longer prefixes are rendered for each conversation."""
+MAX_CACHED_TOKENS = 65_536
+"""Maximum number of tokens per entry. Longer system prompts are rendered for each conversation."""
 
 
 class Renderer(Protocol):
@@ -30,8 +30,8 @@ class Renderer(Protocol):
     ) -> list[int]: ...
 
 
-class PromptPrefixCache:
-    """Least-recently-used cache for one vocabulary."""
+class SystemPromptCache:
+    """Least-recently-used cache of system prompts for one vocabulary."""
 
     def __init__(self, harmony: Renderer) -> None:
         self._harmony = harmony
@@ -45,7 +45,7 @@ class PromptPrefixCache:
         return {"harmony": self._harmony}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        PromptPrefixCache.__init__(self, state["harmony"])
+        SystemPromptCache.__init__(self, state["harmony"])
 
     def render(
         self,
@@ -75,12 +75,12 @@ class PromptPrefixCache:
         # render the same entry, which costs only time.
         if tokens is None:
             tokens = self._rendered(messages, tools, effort)
-        if len(tokens) > MAX_PREFIX_TOKENS:
+        if len(tokens) > MAX_CACHED_TOKENS:
             return tokens
 
         with self._lock:
             self._tokens[key] = tokens
-            if len(self._tokens) > CACHED_PREFIXES:
+            if len(self._tokens) > CACHED_PROMPTS:
                 del self._tokens[next(iter(self._tokens))]
         return tokens
 

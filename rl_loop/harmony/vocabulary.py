@@ -278,6 +278,12 @@ def _from_harmony(
 Vocabulary = GptOssVocabulary | TinyVocabulary | HarmonyTokenizer
 
 
+def model_special_id(vocabulary: Vocabulary, token: str) -> int:
+    """Return the model's id of a special token."""
+    [token_id] = vocabulary.from_harmony([special_id(token)])
+    return token_id
+
+
 def make_vocabulary(
     kind: Literal["gptoss", "tiny"],
     size: int,

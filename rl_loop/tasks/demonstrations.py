@@ -100,7 +100,7 @@ async def _play_opened(environment: Environment, script: ScriptedPolicy) -> Play
         turns=[],
     )
     try:
-        # The first turn has no result before it. Later ones are sent the result of the turn before.
+        # The first turn has no earlier turn. Each later one is sent the result of the turn before.
         messages = next(script)
         while True:
             result = await environment.step(messages)

@@ -33,7 +33,7 @@ class ServerTool:
 
 @dataclass(frozen=True)
 class ToolResult:
-    """Result of a tool."""
+    """Output of a server's tool: ``CallToolResult`` of MCP."""
 
     text: str
     is_error: bool = False
@@ -105,7 +105,7 @@ class ServerConnection:
             arguments: JSON object.
 
         Returns:
-            Result of the tool. Errors of the tool and timeouts are results, too.
+            Output of the tool. Errors of the tool and timeouts are returned, too.
 
         Raises:
             ToolServerLostError: if the connection is lost during the call.

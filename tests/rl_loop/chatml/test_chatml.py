@@ -334,10 +334,10 @@ def test_clients_conversation_equals_the_templates_tokens(name: str) -> None:
 @pytest.mark.parametrize(
     ("messages", "reason"),
     [
-        ([{"role": "user", "content": "x"}], r"message 2 .*functions\.f \(a\) has no result"),
+        ([{"role": "user", "content": "x"}], r"message 2 .*functions\.f \(a\) has no tool output"),
         (
             [{"role": "tool", "content": "x", "tool_call_id": "b"}],
-            r"functions\.f \(a\) has no result",
+            r"functions\.f \(a\) has no tool output",
         ),
         ([{"role": "tool", "content": "x", "tool_call_id": "c"}], "no open call with id 'c'"),
         ([{"role": "tool", "content": "x", "name": "g"}], "no open call of g"),

@@ -213,7 +213,7 @@ def test_too_long_sample_is_rejected_or_truncated(full: Harmony) -> None:
     assert f"its first {few} tokens (data.max_tokens) have no token in the loss" in rejected[-1]
 
 
-def test_cached_prompt_prefixes_are_not_mixed_up(full: Harmony) -> None:
+def test_cached_system_prompts_are_not_mixed_up(full: Harmony) -> None:
     """A prompt prefix is rendered once for all conversations with this prefix."""
     cases = [replace(case, history="append") for case in CASES if case.prompt != SHORT_PROMPT]
     for effort in ("high", None):

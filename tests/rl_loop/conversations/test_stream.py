@@ -419,8 +419,8 @@ def test_file_without_usable_conversations_is_rejected(tmp_path: Path, harmony: 
         ("message 3: it calls functions.a, which is not described (described: b, c)",
          "message 12: it calls functions.x, which is not described (described: y)"),
         ("it has 1034 tokens, more than data.max_tokens (1000)", "it has 9 tokens, more than data.max_tokens (8)"),
-        ("message 1 (role 'tool'): no open call with id 'c9' precedes this answer",
-         "message 2 (role 'tool'): no open call with id 'a' precedes this answer"),
+        ("message 1 (role 'tool'): no open call with id 'c9' precedes this tool output",
+         "message 2 (role 'tool'): no open call with id 'a' precedes this tool output"),
     ],
 )  # fmt: skip
 def test_reasons_with_other_names_and_numbers_are_one_kind(one: str, other: str) -> None:

@@ -198,8 +198,8 @@ def test_results_follow_the_order_of_calls_for_any_client_order(
                 call["function"]["arguments"] = call["function"]["arguments"].replace(" ", "")
             beginning = [user("1+1"), repeated]
             for wrong, named in (
-                ([answer_to(second, "3")], r"call of functions\.add .* has no result"),
-                ([user("Never mind")], r"has no result"),
+                ([answer_to(second, "3")], r"call of functions\.add .* has no tool output"),
+                ([user("Never mind")], r"has no tool output"),
                 ([{"role": "tool", "tool_call_id": "x", "content": "2"}], "no open call"),
             ):
                 with pytest.raises(openai.BadRequestError, match=named):

@@ -32,7 +32,7 @@ from rl_loop.harmony.codec import (
     Tool,
     ToolOutput,
 )
-from rl_loop.harmony.prompt_prefix import described_function, system_message
+from rl_loop.harmony.system_prompt import describe_function, system_message
 from rl_loop.harmony.vocabulary import GptOssVocabulary, harmony_encoding
 from rl_loop.sandbox import SandboxConfig
 from tests.support.processor_speed import slowness
@@ -655,10 +655,10 @@ ASK = {"role": "user", "content": "?"}
         ([ASK, {"role": "assistant", "tool_calls": [{"name": "f g"}]}, ASK], "'f g' is not a valid name of a function"),
         ([ASK, {"role": "assistant"}, ASK], "'content' must be text"),
         ([ASK, CALL | {"tool_calls": [{"name": "f"}]}, ASK], "both tool_calls and a recipient"),
-        ([ASK, REPLY], "message 1 .* no open call of weather precedes this answer"),
+        ([ASK, REPLY], "message 1 .* no open call of weather precedes this tool output"),
         ([ASK, CALL, {"role": "tool", "tool_call_id": "7", "content": "x"}], "no open call with id '7'"),
         ([ASK, CALL, REPLY, REPLY], "message 3 .* no open call"),
-        ([ASK, CALL, CALL | {"recipient": "python"}, {"role": "tool", "content": "x"}], "several calls are open"),
+        ([ASK, CALL, CALL | {"recipient": "python"}, {"role": "tool", "content": "x"}], "several calls have no"),
     ],
 )  # fmt: skip
 def test_unrenderable_message_is_rejected_with_the_reason(messages: list[Any], reason: str) -> None:
@@ -764,7 +764,7 @@ DESCRIBED = st.tuples(WORDS, WORDS, st.sampled_from([None, "object", "empty"]))
 
 @settings(deadline=None, max_examples=100)
 @given(WORDS, st.lists(DESCRIBED, max_size=3), st.booleans())
-def test_long_prompt_prefixes_equal_openai_harmonys(
+def test_long_system_prompts_equal_openai_harmonys(
     instructions: str, described: list[tuple[str, str, str | None]], is_long: bool
 ) -> None:
     """The prefix is rendered in parts and equals openai-harmony's rendering of the whole."""
@@ -783,14 +783,14 @@ def test_long_prompt_prefixes_equal_openai_harmonys(
     if instructions:
         content = content.with_instructions(instructions)
     if tools:
-        content = content.with_function_tools([described_function(tool) for tool in tools])
+        content = content.with_function_tools([describe_function(tool) for tool in tools])
     rendered = [system_message(prompt, (), python_seconds=10.0), user("q")]
     if instructions or tools:
         rendered.insert(1, Message.from_role_and_content(Role.DEVELOPER, content))
     assert ids == reference.render_for_completion(rendered)
 
 
-def test_long_words_in_a_prompt_prefix_render_in_bounded_time() -> None:
+def test_long_words_in_a_system_prompt_render_in_bounded_time() -> None:
     word = "x" * 300_000
     parameters = {"type": "object", "properties": {"a": {"type": "string", "description": word}}}
     tools = [Tool("f", f"Does it {word}.", parameters)]

@@ -1,4 +1,4 @@
-"""Prompt prefixes that are rendered once for all sessions."""
+"""System prompts that are rendered once for all sessions."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from rl_loop.gateway.request import TurnRequest
-from rl_loop.harmony import prompt_prefix_cache
+from rl_loop.harmony import system_prompt_cache
 from rl_loop.harmony.codec import Harmony, PromptConfig, Tool
-from rl_loop.harmony.prompt_prefix_cache import PromptPrefixCache
+from rl_loop.harmony.system_prompt_cache import SystemPromptCache
 from rl_loop.harmony.vocabulary import GptOssVocabulary
 
 BRIEF: dict[str, Any] = {"role": "developer", "content": "Be brief."}
@@ -37,12 +37,12 @@ def harmony() -> Harmony:
     return Harmony(GptOssVocabulary(), PromptConfig())
 
 
-def rendered(opening: PromptPrefixCache, request: TurnRequest) -> list[int]:
-    """Return the prefix of a request, rendered by ``opening`` as a session does."""
+def rendered(cache: SystemPromptCache, request: TurnRequest) -> list[int]:
+    """Return the system prompt of a request, rendered by ``cache`` as a session does."""
     first = len(request.messages) - 1
     key = request.conversation_keys(request.digests)[first]
     messages = request.messages[:first]
-    return list(opening.render(key, messages, request.tools, request.reasoning_effort))
+    return list(cache.render(key, messages, request.tools, request.reasoning_effort))
 
 
 def expected(harmony: Harmony, request: TurnRequest) -> list[int]:
@@ -52,20 +52,20 @@ def expected(harmony: Harmony, request: TurnRequest) -> list[int]:
     return prompt[: len(prompt) - len(harmony.assistant_header)]
 
 
-def test_cached_prefixes_equal_separately_rendered_ones(harmony: Harmony) -> None:
-    opening = PromptPrefixCache(harmony)
+def test_cached_system_prompts_equal_new_renderings(harmony: Harmony) -> None:
+    cache = SystemPromptCache(harmony)
     order = REQUESTS * 5
     random.Random(0).shuffle(order)
     for request in order:
-        assert rendered(opening, request) == expected(harmony, request)
+        assert rendered(cache, request) == expected(harmony, request)
     different = {tuple(expected(harmony, request)) for request in REQUESTS}
     assert len(different) == len(REQUESTS)
 
 
-def test_prefix_is_rendered_once_while_it_is_cached(
+def test_system_prompt_is_rendered_once_while_cached(
     harmony: Harmony, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(prompt_prefix_cache, "CACHED_PREFIXES", 2)
+    monkeypatch.setattr(system_prompt_cache, "CACHED_PROMPTS", 2)
     calls: list[int] = []
     render_prompt = harmony.render_prompt
 
@@ -74,19 +74,21 @@ def test_prefix_is_rendered_once_while_it_is_cached(
         return render_prompt(messages, *arguments, **options)
 
     monkeypatch.setattr(harmony, "render_prompt", counted)
-    opening = PromptPrefixCache(harmony)
+    cache = SystemPromptCache(harmony)
     for number in (0, 1, 0, 2, 0, 1):
         current = REQUESTS[number]
-        rendered(opening, current)
-    # The third prefix replaces the least recently used one.
+        rendered(cache, current)
+    # The third system prompt replaces the least recently used one.
     assert calls == [0, 1, 2, 1]
 
 
-def test_long_prefix_is_not_cached(harmony: Harmony, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prompt_prefix_cache, "MAX_PREFIX_TOKENS", 3)
-    opening = PromptPrefixCache(harmony)
-    rendered(opening, REQUESTS[1])
-    assert not opening._tokens
+def test_long_system_prompt_is_not_cached(
+    harmony: Harmony, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(system_prompt_cache, "MAX_CACHED_TOKENS", 3)
+    cache = SystemPromptCache(harmony)
+    rendered(cache, REQUESTS[1])
+    assert not cache._tokens
 
 
 def test_pickled_codec_renders_equally(harmony: Harmony) -> None:

@@ -145,7 +145,7 @@ NOT_A_TASK = {
     ),
     "an answer without a call": (
         with_messages({"role": "tool", "content": "x"}, {"role": "user", "content": "x"}),
-        "message 0 (role 'tool'): no open call precedes this answer",
+        "message 0 (role 'tool'): no open call precedes this tool output",
     ),
     "half of a surrogate pair": (with_messages({"role": "user", "content": "\ud800"}), "surrogate"),
     "metadata that is a number": (with_(metadata=3), "'metadata' must be an object, not a number"),

@@ -57,16 +57,16 @@ MALFORMED: list[tuple[str, Format, bytes, str]] = [
         "message 1 (role 'assistant'): 'refusal' cannot be rendered here",
     ),
     (
-        "an orphaned answer",
+        "an orphaned tool output",
         "messages",
         line(chat(user("a"), told("b", "c9"), said("c"))),
-        "message 1 (role 'tool'): no open call with id 'c9' precedes this answer",
+        "message 1 (role 'tool'): no open call with id 'c9' precedes this tool output",
     ),
     (
-        "a call without an answer",
+        "a call without a tool output",
         "messages",
         line(chat(user("a"), calls(call("f", "{}")), user("b"), said("c"))),
-        "message 2 (role 'user'): the earlier call of functions.f has no answer",
+        "message 2 (role 'user'): the earlier call of functions.f has no tool output",
     ),
     (
         "one of two calls is answered",
@@ -79,7 +79,7 @@ MALFORMED: list[tuple[str, Format, bytes, str]] = [
                 said("c"),
             )
         ),
-        "message 1 (role 'assistant'): only 1 of its 2 calls have an answer",
+        "message 1 (role 'assistant'): only 1 of its 2 calls have a tool output",
     ),
     (
         "a function that is not described",
