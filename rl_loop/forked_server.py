@@ -151,7 +151,7 @@ def _run_worker(
     """
     try:
         _set_limits(setup.memory_bytes)
-        _exit_with(server_pid)
+        _die_with_server(server_pid)
 
         send(questions, (READY, None))
         largest = _peak_memory() + GROWTH_BYTES
@@ -209,8 +209,8 @@ def _set_limits(memory_bytes: int) -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 
 
-def _exit_with(server_pid: int) -> None:
-    """Tell the kernel to kill this worker when the server dies, even if the server is killed."""
+def _die_with_server(server_pid: int) -> None:
+    """Tell the kernel to kill this worker when the server ends, even if the server is killed."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     # The server may have died before the call above.
     if os.getppid() != server_pid:

@@ -32,7 +32,7 @@ METADATA_FILE = ".metadata"
 MAX_METADATA_BYTES = 1 << 30
 """Size limit of METADATA_FILE. For the 120B model it has a few megabytes."""
 
-CLASSES: dict[tuple[str, str], Any] = {
+ALLOWED_CLASSES: dict[tuple[str, str], Any] = {
     **{
         (dcp.__name__, name): getattr(dcp, name)
         for name in (
@@ -52,15 +52,15 @@ CLASSES: dict[tuple[str, str], Any] = {
     # torch's writer stores the path that it wrote to. A pure path cannot access files.
     ("pathlib", "PosixPath"): PurePosixPath,
 }
-"""Classes and functions that METADATA_FILE may name, in addition to dtypes."""
+"""{(module, name): class or function} that METADATA_FILE may name, in addition to dtypes."""
 
 
 class _MetadataUnpickler(pickle.Unpickler):
-    """Unpickler that accepts only CLASSES and dtypes."""
+    """Unpickler that accepts only ALLOWED_CLASSES and dtypes."""
 
     def find_class(self, module: str, name: str) -> Any:
         """Return the object with this name; raise UnpicklingError if it is not allowed."""
-        found = CLASSES.get((module, name))
+        found = ALLOWED_CLASSES.get((module, name))
         if found is not None:
             return found
         if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):

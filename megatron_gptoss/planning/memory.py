@@ -78,7 +78,7 @@ It occurs in phases that allocate and free blocks of many sizes. For scoring see
 SCORING_FRAGMENTATION_SHARE = 0.65
 """Fragmentation that a layer adds in scoring, relative to the memory of its forward pass.
 
-A layer adds it if its experts get more rows than those of all earlier layers.
+A layer adds it if its experts get more tokens than the experts of all earlier layers.
 """
 
 PHASES_WITH_FRAGMENTATION = ("first_scoring", "scoring", "update", "optimizer", "checkpoint")
@@ -300,8 +300,8 @@ def _phases(inputs: MemoryInputs, needs: Sequence[_Need], stage: int) -> list[Me
         needs: memory of each phase, in the order of a run.
         stage: index of the pipeline stage.
     """
-    # torch's allocator keeps its peak until the cache is emptied, so a phase may hold the memory of
-    # an earlier one.
+    # torch's allocator keeps its peak until the cache is emptied, so a phase may hold memory that
+    # an earlier phase allocated.
     with_cache = _phases_starting_with_cache(inputs)
     reserved = 0.0
     phases = []
@@ -331,36 +331,39 @@ def _process_bytes(inputs: MemoryInputs, phase: str) -> float:
 
 
 def _fragmentation_bytes(inputs: MemoryInputs, phase: str, stage: int) -> float:
-    """Return the bytes that torch's allocator holds beyond the peak of a phase."""
+    """Return the bytes that torch's allocator reserves beyond the allocated peak of a phase."""
     if phase not in PHASES_WITH_FRAGMENTATION:
         return 0.0
     if phase in ("first_scoring", "scoring"):
         return _scoring_fragmentation_bytes(inputs, stage)
     if phase == "update":
-        # With expert parallelism, each layer gets a different number of rows, so freed blocks fit
-        # less well. The effect grows with the imbalance. Measured in addition: 1.7 GB with
-        # experts on two GPUs, 5.2 and 5.6 GB on four. Predicted: 1.8, 4.6 and 3.2 GB.
+        # With expert parallelism, the tokens of a rank's experts differ in number between layers. A
+        # layer with more tokens cannot reuse the freed blocks of a layer with fewer. Measured
+        # beyond FRAGMENTATION_BYTES: 1.7 GB with experts on 2 GPUs, and 5.2 and 5.6 GB on 4 GPUs.
+        # Predicted: 1.8, 4.6 and 3.2 GB.
         excess = expert_load(inputs.model, inputs.parallel) - 1
         return FRAGMENTATION_BYTES + excess * activation_memory(inputs, stage)
     return FRAGMENTATION_BYTES
 
 
 def _scoring_fragmentation_bytes(inputs: MemoryInputs, stage: int) -> float:
-    """Return the bytes that torch's allocator holds beyond the peak in scoring."""
+    """Return the bytes that torch's allocator reserves beyond the allocated peak in scoring."""
     # Scoring computes one layer after another, from an empty cache. A layer reuses the blocks of
     # earlier layers if its tensors fit into them.
     #
-    # With expert parallelism, each layer gets a different number of rows. A layer with more rows
-    # than all earlier layers needs new blocks, and the old blocks stay. In random order, the
-    # expected number of such layers among n is 1/2 + 1/3 + ... + 1/n.
+    # With expert parallelism, the tokens of a rank's experts differ in number between layers. A
+    # layer with more tokens than all earlier layers needs new blocks, and the old blocks stay
+    # reserved. If the order of n layers is random, 1/2 + 1/3 + ... + 1/n such layers are expected
+    # after the first layer.
     if inputs.parallel.expert > 1:
         layers = inputs.parallel.layers_of_stage(stage, inputs.model)
         larger_layers = sum(1 / number for number in range(2, layers + 1))
         return SCORING_FRAGMENTATION_SHARE * larger_layers * scoring_memory(inputs, stage)
 
-    # The fullest micro-batch comes first, and without expert parallelism all layers have the same
-    # number of rows. Therefore only the blocks of attention remain: 0.5 GB for 16,384 tokens (1.1
-    # GB on an H100). Full training gets the whole allowance, because it was not measured.
+    # Without expert parallelism, all layers have the same number of tokens, and the micro-batch
+    # with most tokens comes first. Therefore only the blocks of attention are reserved in addition:
+    # 0.5 GB for 16,384 tokens, or 1.1 GB on an H100. This was measured with adapters only, so full
+    # training is predicted with FRAGMENTATION_BYTES.
     if inputs.adapter is not None:
         return attention_blocks(inputs)
     return FRAGMENTATION_BYTES

@@ -107,20 +107,20 @@ def test_results_are_gathered_in_the_order_of_the_samples(
 ) -> None:
     samples = build_samples(sizes)
     plan = plan_step(samples, build_settings(ranks), mini_batches)
-    answers = []
+    results = []
     for inputs in store(samples, plan, SCORED_COLUMNS):
         batches = [batch for of_mini_batch in inputs.pack(4) for batch in of_mini_batch]
         values = [batch.labels.float() for batch in batches]
-        answers.append(inputs.to_column(values, np.dtype(np.float32)))
+        results.append(inputs.to_column(values, np.dtype(np.float32)))
 
-    column = plan.gather_results(samples, answers, "values", np.dtype(np.float32))
+    column = plan.gather_results(samples, results, "values", np.dtype(np.float32))
     expected = samples.token_ids.astype(np.float32)
     expected[samples.offsets[:-1]] = 0
     assert np.array_equal(column, expected)
 
 
 @pytest.mark.parametrize(
-    ("answer", "found"),
+    ("result", "found"),
     [
         (np.zeros(5, np.float32), r"float32 \[5\]"),
         (np.zeros(6, np.float64), r"float64 \[6\]"),
@@ -128,13 +128,13 @@ def test_results_are_gathered_in_the_order_of_the_samples(
     ],
 )
 def test_result_of_wrong_shape_or_dtype_names_column_and_task(
-    answer: np.ndarray, found: str
+    result: np.ndarray, found: str
 ) -> None:
     samples = build_samples([6, 4])
     plan = plan_step(samples, build_settings(2))
     good = np.zeros(4, np.float32)
     with pytest.raises(ColumnError, match=f"column values of task 0 .*{found}, expected float32"):
-        plan.gather_results(samples, [answer, good], "values", np.dtype(np.float32))
+        plan.gather_results(samples, [result, good], "values", np.dtype(np.float32))
 
 
 def test_too_long_sequence_is_named() -> None:
@@ -173,11 +173,7 @@ class RecordingRanks:
         self.calls.append((method, list(arguments), list(result_ranks)))
         if method == "rl_step":
             return [RlUpdates(skipped=rank) for rank in result_ranks]
-        answers = []
-        for rank in result_ranks:
-            inputs = arguments[rank][0]
-            answers.append(inputs.samples.token_ids.astype(np.float32))
-        return answers
+        return [arguments[rank][0].samples.token_ids.astype(np.float32) for rank in result_ranks]
 
     def close(self) -> None: ...
 
@@ -191,18 +187,18 @@ def test_ranks_share_inputs_and_only_owners_return_results() -> None:
 
     samples = build_samples([6, 4, 9, 3])
     assert np.array_equal(trainer.score(samples), samples.token_ids.astype(np.float32))
-    assert trainer.rl_step(samples, 3).skipped == 0, "the statistics of rank 0"
+    assert trainer.rl_step(samples, 3).skipped == 0, "must return the statistics of rank 0"
 
     scored, updated = ranks.calls
-    assert len(ranks.inputs) == 4, "one for each data-parallel rank and pass"
+    assert len(ranks.inputs) == 4, "each of 2 passes must store one input per data-parallel rank"
     assert scored[2] == [1, 3]
-    assert updated[2] == [0, 1, 3], "statistics of rank 0, tokens of the ranks that answer"
+    assert updated[2] == [0, 1, 3], "must ask rank 0 for statistics, and 1 and 3 for tokens"
     for _, arguments, _ in ranks.calls:
         assert arguments[0][0] is arguments[1][0]
         assert arguments[2][0] is arguments[3][0]
         assert arguments[0][0] is not arguments[2][0]
     for first, second in zip(ranks.inputs[:2], ranks.inputs[2:], strict=True):
-        assert first.samples.names == second.samples.names, "packing decides once"
+        assert first.samples.names == second.samples.names, "both passes must pack equally"
 
 
 def test_slow_attention_of_a_rank_is_a_warning_of_the_run(
@@ -225,7 +221,7 @@ def test_only_the_writing_rank_gets_the_files_of_an_export() -> None:
     )
     trainer_settings = build_settings(2)
     trainer_settings.parallel.world_size = 2
-    with contextlib.suppress(AttributeError):  # these ranks cannot answer an export
+    with contextlib.suppress(AttributeError):  # RecordingRanks return no results of an export
         TrainerGroup(trainer_settings, ranks).export(export)
     [(method, [(first,), (second,)], _)] = ranks.calls
     assert method == "export"
@@ -392,7 +388,7 @@ def test_ranks_read_columns_from_the_store_without_a_copy(one_ray: Any) -> None:
         assert isinstance(got.inputs, ray.ObjectRef)
         for name, column in want.samples.columns.items():
             assert np.array_equal(got.samples.columns[name], column)
-            assert not got.samples.columns[name].flags.owndata, "read where it lies"
+            assert not got.samples.columns[name].flags.owndata, f"{name} was copied"
 
 
 @pytest.mark.parametrize("mini_batches", [1, 2])
