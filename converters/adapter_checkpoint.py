@@ -125,7 +125,7 @@ def open_adapters(path: Path, base: HfDirectory) -> Adapters:
         # initializer_std does not affect existing weights
         if theirs[key] != value and key != "initializer_std":
             raise ConversionError(
-                f"{path}: holds adapters of another model: {key} is {theirs[key]}, but {value} in "
+                f"{path}: holds adapters of a different model: {key} is {theirs[key]}, but {value} in "
                 "the base"
             )
     return adapters
@@ -143,7 +143,7 @@ def check_base_digest(adapters: Adapters, digest: str, base: str) -> None:
     """
     if adapters.base not in (None, digest):
         raise ConversionError(
-            f"{adapters.path}: was trained on another base than {base}, or in another dtype: its "
+            f"{adapters.path}: was trained on a different base than {base}, or in a different dtype: its "
             f"base's digest is {adapters.base}, not {digest}. Give the base and the precision of "
             "the training"
         )
@@ -161,7 +161,7 @@ def adapters_digest(adapters: Adapters) -> str:
 
 
 def base_warnings(adapters: Adapters, base: Path) -> list[str]:
-    """Return a warning if an adapter without a digest names another base than ``base``.
+    """Return a warning if an adapter without a digest names a different base than ``base``.
 
     Args:
         adapters: adapters of a checkpoint or in PEFT's format.
@@ -219,7 +219,7 @@ def export_adapter(
     with new_directory(peft_dir, overwrite) as partial:
         settings = peft_config(source.model, source.adapter, base)
         (partial / PEFT_CONFIG_FILE).write_text(json.dumps(settings, indent=2))
-        # The digest lets a merge reject another base.
+        # The digest lets a merge reject a different base.
         metadata = {BASE_KEY: source.base}
         if not source.adapter.merge_experts:
             metadata[MERGE_KEY] = "false"

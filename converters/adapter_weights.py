@@ -27,7 +27,7 @@ def load_adapter(model: torch.nn.Module, config: ModelConfig, source: Adapters) 
 
     Raises:
         ConversionError: if model and adapter differ in a setting, or if the adapter was trained on
-            another base.
+            a different base.
     """
     _check_same_settings(model, source, config)
     # PEFT's adapters have no digest of their base.

@@ -289,7 +289,7 @@ class HfDirectory:
             problem = "says MXFP4, but experts are stored as floats"
         raise ConversionError(
             f"{self.path / CONFIG_FILE}: quantization_config {problem}, so transformers would read "
-            "another model. Correct config.json"
+            "a different model. Correct config.json"
         )
 
     @property
@@ -405,7 +405,7 @@ def write_hf_directory(
 
     Raises:
         ConversionError: naming the file if the disk is full, a tensor is missing, unknown or of
-            another shape, or the directory exists and ``overwrite`` is False. Existing files stay
+            a different shape, or the directory exists and ``overwrite`` is False. Existing files stay
             unmodified.
     """
     with new_directory(Path(directory), overwrite) as partial:

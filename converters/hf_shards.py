@@ -47,7 +47,7 @@ class ShardWriter:
             Byte range of the values in the file.
 
         Raises:
-            ConversionError: if the tensor is repeated, unknown, of another shape or not finite.
+            ConversionError: if the tensor is repeated, unknown, of a different shape or not finite.
         """
         if name in self._sizes:
             raise ConversionError(f"tensor {name} was given twice")

@@ -51,7 +51,7 @@ class MegatronCheckpoint:
             if key.startswith(MODEL_KEYS):
                 raise ConversionError(
                     f"{self.path}: key {key} is unknown to a {self.config.model_type} model. The "
-                    "checkpoint is of another model, or has adapters that must be merged first"
+                    "checkpoint is of a different model, or has adapters that must be merged first"
                 )
 
     def get(self, key: str, index: Shape) -> torch.Tensor:

@@ -73,7 +73,7 @@ def merge_adapter(
     Raises:
         ConversionError: naming the file, key or tensor. Also if the adapter was trained on another
             base, or is already merged into this one. An adapter written by PEFT has no digest of
-            its base. If it names another base, the report has a warning.
+            its base. If it names a different base, the report has a warning.
     """
     source = HfDirectory(hf_dir)
     quantized = dtype == "mxfp4"
@@ -196,7 +196,7 @@ class _Merger:
                 yield merged.mapping, merged.parts
 
     def check_base(self) -> None:
-        """Raise ConversionError if the adapters were trained on another base.
+        """Raise ConversionError if the adapters were trained on a different base.
 
         Needs the digest computed by ``parts``.
         """

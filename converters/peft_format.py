@@ -298,17 +298,17 @@ class PeftDirectory:
             get_tensor: returns the base's tensor [...] of a Hugging Face name, of any float dtype.
 
         Raises:
-            ConversionError: naming a tensor that was trained, or that is of another base.
+            ConversionError: naming a tensor that was trained, or that is of a different base.
         """
         for name, hf_name in _BASE_COPIES.items():
             if name not in self._weights.entries:
                 continue
-            # The copy may have another dtype than the base.
+            # The copy may have a different dtype than the base.
             saved = self._weights.read(name)
             if not same_bits(saved, get_tensor(hf_name).to(saved.dtype)):
                 raise ConversionError(
                     f"{self._file}: tensor {name} differs from the base's {hf_name}: the adapter "
-                    "is of another base, or was trained together with this weight"
+                    "is of a different base, or was trained together with this weight"
                 )
 
     def _adapter_config(self) -> AdapterConfig:
@@ -483,11 +483,11 @@ class PeftDirectory:
 
     def _reason_against(self, name: str) -> str:
         """Return why the settings have no adapter for a tensor, as the end of an error."""
-        # Explain the two usual causes: another base, and settings that do not fit the tensors.
+        # Explain the two usual causes: a different base, and settings that do not fit the tensors.
         match = _LAYER.match(name)
         if match is not None and int(match[1]) >= self._model.num_layers:
             layers = self._model.num_layers
-            return f": the base has {layers} layers, so the adapter is of another model"
+            return f": the base has {layers} layers, so the adapter is of a different model"
         for kind, layer in _places(self._model):
             if name in _peft_names(kind, layer):
                 return f": {PEFT_CONFIG_FILE} does not name this weight, so PEFT would ignore the tensor"

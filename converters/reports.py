@@ -35,15 +35,15 @@ class ReadBackResult:
 
     def __str__(self) -> str:
         if self.layer is None:
-            what = f"all {self.parameters:,} parameters"
+            scope = f"all {self.parameters:,} parameters"
         else:
             # As in ``compared_parameters.next_layer``.
             next_layer = (self.layer + 1) % self.layers
-            what = (
+            scope = (
                 f"{self.compared:,} of {self.parameters:,} parameters: all outside of experts, and "
                 f"the experts of layer {self.layer} (next time: layer {next_layer})"
             )
-        return f"read back and compared in {self.seconds:.1f} s: {what}"
+        return f"read back and compared in {self.seconds:.1f} s: {scope}"
 
 
 @dataclass
@@ -53,14 +53,14 @@ class RoundingError:
     experts: int = 0
     """Number of experts."""
     changed: int = 0
-    """Number of experts that differ from the reference before or after quantization.
+    """Number of experts that differ from the reference, before or after quantization.
 
-    All experts without an MXFP4 reference.
+    Without an MXFP4 reference: all experts.
     """
     squared_error: float = 0.0
     """Sum of (quantized - exact)**2 over the elements of the changed experts."""
     squared: float = 0.0
-    """Sum of exact**2 over the same elements."""
+    """Sum of exact**2 over the elements of the changed experts."""
     largest: float = 0.0
     """Largest absolute error of an element."""
 
@@ -153,7 +153,7 @@ class MergeRoundingError:
         self.squared_update += other.squared_update
 
     def __str__(self) -> str:
-        # A ratio to an update of zero would be infinite and tell nothing.
+        # The ratio to an update of 0 would be infinite.
         if self.squared_update == 0:
             update_share = "the update is 0"
         else:
@@ -167,7 +167,7 @@ class MergeRoundingError:
 
 @dataclass
 class UpdateRoundingError:
-    """Error of an adapter's update by rounding the merged weight."""
+    """Part of an adapter's update that rounding the merged weight loses."""
 
     squared_error: float = 0.0
     """Sum of (merged - base - update)**2."""

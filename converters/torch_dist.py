@@ -265,7 +265,7 @@ def _read_reference(
     """Return the extras, and the model whose MXFP4 scales are kept.
 
     Without ``path``, the extras are those of the model from which the checkpoint was imported.
-    Raises ConversionError if the reference is of another model.
+    Raises ConversionError if the reference is of a different model.
     """
     if path is None:
         imported = checkpoint.path / EXTRAS_FOLDER

@@ -21,7 +21,7 @@ from megatron_gptoss.token_columns import (
 
 ROUTES = "routed_experts"
 """Name of the routes where columns are chosen by name. They are not a per-token column: they have
-another shape and are loaded late."""
+a different shape and are loaded late."""
 
 NO_TEACHER = -1
 """Number in ``TrainingSamples.teachers`` of sequences that no teacher scores."""

@@ -108,24 +108,24 @@ def pinned_settings(settings: "TrainerConfig", inputs: Mapping[str, RunInput]) -
 
 
 def build_rollouts(
-    config: RunConfig, runs_episodes: "type[RolloutWorker] | None" = None
+    config: RunConfig, worker_class: "type[RolloutWorker] | None" = None
 ) -> "RolloutPool":
     """Start the engines and the rollout workers of a run. ``ready`` waits for them.
 
     Args:
         config: configuration of the run.
-        runs_episodes: class of the workers. None for the one that the environments of ``tasks``
+        worker_class: class of the workers. None for the one that the environments of ``tasks``
             need.
     """
     from rl_loop.ablations.engine_weights import engine_faults
-    from rl_loop.agents.worker import worker_class
+    from rl_loop.agents.worker import select_worker_class
     from rl_loop.rollout.pool import RolloutPool
 
     return RolloutPool(
         build_backend(config.rollout.engine, backend_context(config)),
         config,
         alter_weights=engine_faults(config.ablation, config.seed),
-        worker_class=runs_episodes or worker_class(config.tasks),
+        worker_class=worker_class or select_worker_class(config.tasks),
     )
 
 

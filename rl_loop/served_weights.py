@@ -21,7 +21,7 @@ class ServedWeights:
     is_export: bool
     """True for the export, False for the newest checkpoint."""
     step: int | None
-    """Training steps that made the weights. None if unknown."""
+    """Number of training steps of the weights. None if unknown."""
     newer_adapters: Path | None = None
     """Newer checkpoint that cannot be served, because it has only adapters without their base. None
     if there is no such checkpoint."""
@@ -71,9 +71,10 @@ def choose_served_weights(run: Path) -> ServedWeights:
         return ServedWeights(run, is_export=False, step=saved)
 
     exported = _exported_step(run)
-    # The last step of a run is always saved, so the newest checkpoint has at least the steps of the
-    # export, also of one whose step is unknown. With equal steps the export is preferred, because
-    # its weights were compared with the trainer, and its adapters are merged into their base.
+    # The last step of a run is always saved, so the newest checkpoint has at least as many steps as
+    # the export. This also holds if the export's step is unknown. With equal steps the export is
+    # preferred, because its weights were compared with the trainer, and its adapters are merged
+    # into their base.
     if checkpoint is None or saved is None or (exported is not None and exported >= saved):
         return ServedWeights(run, is_export=True, step=exported)
     # A checkpoint of adapters has no base model, so a server cannot load it.
@@ -86,7 +87,7 @@ def _exported_step(run: Path) -> int | None:
     """Return the steps of the export from the summary, which is written after the export."""
     try:
         steps = read_json(run / "summary.json")["steps"]
-    # The file may be absent, or a user may have changed it, so its form is not certain.
+    # The file may be absent, or a user may have edited it.
     except (OSError, ValueError, KeyError, TypeError):
         return None
     return steps if isinstance(steps, int) else None

@@ -184,13 +184,13 @@ class RunSession(ABC):
         self.trainer = build_trainer(config, self._inputs)
         self._stack.callback(self.trainer.close)
 
-    def _start_rollouts(self, runs_episodes: "type[RolloutWorker] | None" = None) -> "RolloutPool":
+    def _start_rollouts(self, worker_class: "type[RolloutWorker] | None" = None) -> "RolloutPool":
         """Start engines and rollout workers, which begin while the ranks load their weights."""
         # Engines on the trainer's GPUs start later, because they take a share of the memory that
         # the trainer leaves.
         if self._config.rollout.engine.shares_trainer_gpus:
             self.trainer.ready()
-        rollouts = build_rollouts(self._config, runs_episodes)
+        rollouts = build_rollouts(self._config, worker_class)
         self._stack.callback(rollouts.close)
         return rollouts
 

@@ -190,7 +190,7 @@ def _check_update(a: Tensor, b: Tensor, out: Tensor) -> None:
 def _check(
     name: str, tensor: Tensor, shape: torch.Size, dtype: torch.dtype, device: torch.device
 ) -> None:
-    """Raise ValueError if a tensor has another dtype, shape or device."""
+    """Raise ValueError if a tensor has a different dtype, shape or device."""
     if tensor.dtype != dtype or tensor.shape != shape or tensor.device != device:
         raise ValueError(
             f"{name} must be {dtype} {list(shape)} on {device}, "

@@ -128,8 +128,8 @@ def tensor_map(tensor: torch.Tensor, box: tuple[int, int]) -> TensorMap:
     Rows arrive in the 128-byte swizzle. Parts of a box beyond the end of the tensor are zeros.
 
     Args:
-        tensor: [tokens, heads, 64] bf16, contiguous, at a multiple of 16 bytes.
-        box: positions and heads per copy.
+        tensor: [tokens, heads, 64] bf16, contiguous, aligned to 16 bytes.
+        box: (tokens, heads) per copy.
 
     Raises:
         RuntimeError: the driver rejects the description.

@@ -137,7 +137,7 @@ class EpisodePage:
     total: int
     """Number of matching episodes among those searched."""
     recorded: int
-    """Episodes in the run."""
+    """Number of episodes in the run."""
     searched: int
     """Number of episodes whose text was searched. If less than ``recorded``, repeat the request."""
     damaged: list[str]
@@ -190,7 +190,7 @@ def _choices(table: pa.Table, name: str) -> list[str]:
 
 
 def _matches(table: pa.Table, query: EpisodeQuery) -> np.ndarray:
-    """Return which rows match all filters except the text, bool [rows]."""
+    """Return a mask of the table rows that match all filters except the text, bool [rows]."""
     column = table.column
     conditions: list[pa.ChunkedArray] = []
 
@@ -240,7 +240,7 @@ def _sorted(table: pa.Table, rows: np.ndarray, query: EpisodeQuery) -> np.ndarra
 
     direction = "descending" if query.descending else "ascending"
     column = table.column(query.sort).take(pa.array(newest_first))
-    # The place as second key keeps equal rows newest first in both directions.
+    # The position as second key keeps equal rows newest first in both directions.
     keys = pa.table({"key": column, "place": np.arange(len(newest_first))})
     order = pc.sort_indices(
         keys, sort_keys=[("key", direction, "at_end"), ("place", "ascending", "at_end")]

@@ -166,7 +166,7 @@ def load_model_weights(path: Path, model: torch.nn.Module) -> None:
         model: model without adapters.
 
     Raises:
-        CheckpointError: the directory is not a complete checkpoint or has another model. The
+        CheckpointError: the directory is not a complete checkpoint or has a different model. The
             message names it.
     """
     # These checks precede the checksums, because they give clearer messages.

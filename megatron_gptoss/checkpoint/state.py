@@ -122,7 +122,7 @@ def check_adapters(path: Path, model: torch.nn.Module) -> None:
     digest = base_digest(model)
     if saved["base"] != digest:
         raise CheckpointError(
-            f"checkpoint {path} holds adapters of another base: the digest of its weights is "
+            f"checkpoint {path} holds adapters of a different base: the digest of its weights is "
             f"{saved['base']}, that of this model is {digest}. Load the weights with which the "
             "adapters were trained"
         )

@@ -246,12 +246,12 @@ def check_layer_types(raw: dict[str, Any], config: ModelConfig, where: str) -> N
         config: configuration of the family.
         where: name of the file in errors.
     """
-    # The layers decide the order of attention types, so a file with another order is another model.
+    # The layers decide the order of attention types, so a file with a different order is a different model.
     layer_types = raw.get("layer_types")
     if layer_types not in (None, config.layer_types):
         kinds = " and ".join(dict.fromkeys(config.layer_types))
         raise ValueError(
             f"{where}: layer_types must repeat {kinds} for num_hidden_layers "
-            f"({config.num_layers}) layers, got {str(layer_types)[:200]}. Models with another order are "
+            f"({config.num_layers}) layers, got {str(layer_types)[:200]}. Models with a different order are "
             "not supported"
         )

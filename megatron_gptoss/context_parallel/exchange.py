@@ -9,7 +9,12 @@ class Exchange:
     """Asynchronous collective. ``wait`` returns its result."""
 
     def __init__(self, result: Tensor, work: dist.Work | None) -> None:
-        """Wait for ``work`` before ``result`` is read. None if the result is complete."""
+        """Create an exchange in flight.
+
+        Args:
+            result: tensor that receives the result.
+            work: communication that fills ``result``. None if the result is complete.
+        """
         self._result = result
         self._work = work
 

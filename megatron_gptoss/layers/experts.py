@@ -1,4 +1,7 @@
-"""Experts of a layer on a GPU: grouped matrix products and a fused activation."""
+"""Experts of a layer on a GPU: grouped matrix products and a fused activation.
+
+A row is a pair of a token and one of its experts: the token's hidden state as input of the expert.
+"""
 
 from collections.abc import Callable
 from typing import Any

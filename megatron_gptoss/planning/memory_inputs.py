@@ -100,7 +100,7 @@ class MemoryInputs:
 
     # A layout with another data-parallel size has other micro-batches per rank.
     def with_sequences(self, sequences: float) -> Self:
-        """Return a copy with another number of sequences and the resulting micro-batches.
+        """Return a copy with a different number of sequences and the resulting micro-batches.
 
         All sequences are assumed to have the maximum length.
         """

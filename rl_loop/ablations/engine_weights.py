@@ -21,7 +21,7 @@ class FaultyWeights:
         return engine_weights(self._source.weights(), self._ablation, self._seed)
 
     def mxfp4_weights(self) -> dict[str, torch.Tensor]:
-        # With quantization only the sinks are altered, and they are not MXFP4.
+        # With quantization, only the sinks are altered, which are not MXFP4.
         return engine_weights(self._source.mxfp4_weights(), self._ablation, self._seed)
 
     def release_memory(self) -> None:
@@ -29,7 +29,7 @@ class FaultyWeights:
 
     def send_weights(self, sender: WeightSender) -> None:
         raise NotImplementedError(
-            "the configuration refuses engine faults where the driver does not see the tensors"
+            "the configuration rejects engine faults if tensors do not pass through the driver"
         )
 
 

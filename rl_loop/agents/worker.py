@@ -16,7 +16,7 @@ from rl_loop.rollout.agent import RunnerFactory
 from rl_loop.rollout.worker import RolloutWorker
 
 
-def worker_class(tasks: TaskConfig) -> type[RolloutWorker]:
+def select_worker_class(tasks: TaskConfig) -> type[RolloutWorker]:
     """Return the class of the workers that run episodes of these tasks."""
     environments = [environment_class(source.environment) for source in tasks.sources.values()]
     if any(environment.uses_external_agent for environment in environments):

@@ -64,7 +64,7 @@ def sample_advantages(config: AlgorithmConfig, rewards: BatchRewards) -> torch.T
     estimate = ADVANTAGES.resolve(config.advantage.type)
     advantages = estimate(rewards, **config.advantage_arguments)
 
-    # A tensor of another shape would be broadcast or assigned to the wrong samples later.
+    # A tensor of a different shape would be broadcast or assigned to the wrong samples later.
     if not torch.is_tensor(advantages) or advantages.shape != rewards.totals.shape:
         shape = (
             tuple(advantages.shape) if torch.is_tensor(advantages) else type(advantages).__name__

@@ -6,8 +6,8 @@ import textwrap
 from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 
-WIDTH = 96
-"""Width of the text in columns."""
+TEXT_COLUMNS = 96
+"""Width of the text for a terminal."""
 
 
 class CheckOutcome(StrEnum):
@@ -51,7 +51,7 @@ class CheckResult:
 
     name: str
     title: str
-    """Implementation of the check in a few words."""
+    """Subject of the check in a few words."""
     status: CheckOutcome
     summary: str
     """Result in one sentence."""
@@ -79,7 +79,7 @@ class CertifyReport:
     def has_passed(self) -> bool:
         """True if no check failed and at least one passed."""
         statuses = [result.status for result in self.results]
-        # An implementation for which every check is skipped has not failed, but proves nothing either.
+        # If every check is skipped, none has failed, but the implementation is not certified.
         return CheckOutcome.FAILED not in statuses and CheckOutcome.PASSED in statuses
 
     @property
@@ -133,7 +133,7 @@ class CertifyReport:
 
 def _indented(text: str) -> list[str]:
     indent = " " * 13
-    return textwrap.wrap(text, WIDTH, initial_indent=indent, subsequent_indent=indent)
+    return textwrap.wrap(text, TEXT_COLUMNS, initial_indent=indent, subsequent_indent=indent)
 
 
 def _without_nan(value: object) -> object:

@@ -5,10 +5,10 @@ from functools import cache
 from itertools import count
 from typing import Protocol
 
-BYTES = 256
-"""Number of single bytes, which come first in o200k."""
+BYTE_TOKENS = 256
+"""Number of tokens that are single bytes. They come first in o200k."""
 REPLACEMENT = "\ufffd"
-"""Character that replaces characters without tokens, U+FFFD."""
+"""U+FFFD, which replaces characters without tokens."""
 
 
 class TextVocabulary(Protocol):
@@ -63,5 +63,5 @@ def byte_characters() -> list[str]:
 
     # A printable byte is its own character. The others get characters after the last byte, in
     # order.
-    substitutes = count(BYTES)
-    return [chr(byte if byte in printable else next(substitutes)) for byte in range(BYTES)]
+    substitutes = count(BYTE_TOKENS)
+    return [chr(byte if byte in printable else next(substitutes)) for byte in range(BYTE_TOKENS)]

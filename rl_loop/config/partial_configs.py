@@ -85,11 +85,8 @@ class TrainerConfig(PolicyConfig):
 
     @property
     def trained_quantization(self) -> Quantization | None:
-        """Format through which experts are trained.
-
-        None with adapters.
-        """
-        # The sum of a base and its adapters has no MXFP4 values. An adapter is trained in
+        """Format to which experts are rounded in training. None with adapters."""
+        # MXFP4 cannot represent the sum of a base and its adapters. An adapter is trained in
         # ``dtype``, and its base is frozen.
         return self.quantization if self.adapter is None else None
 

@@ -4,12 +4,12 @@ PREFIX = "hub:"
 
 
 def is_hub_dataset(location: str) -> bool:
-    """Return True if the data is a data set of the hub, and not a file."""
+    """Return True if ``location`` names a data set of the hub, and not a file."""
     return location.startswith(PREFIX)
 
 
 def hub_name(location: str) -> tuple[list[str], str]:
-    """Return the arguments of ``datasets.load_dataset``: name and configuration, if any, and split.
+    """Return ([name] or [name, configuration], split) for ``datasets.load_dataset``.
 
     Raises:
         ValueError: the form is neither ``hub:NAME:SPLIT`` nor ``hub:NAME:CONFIGURATION:SPLIT``.

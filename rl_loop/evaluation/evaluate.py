@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 
 
 def hf_tensors(path: Path) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield {Hugging Face name: weight} pairs of a Hugging Face directory, checkpoint or run."""
+    """Yield (Hugging Face name, weight) for a Hugging Face directory, a checkpoint or a run."""
     if (path / "config.json").exists():
         directory = HfDirectory(path)
         yield from ((name, directory.get(name)) for name in directory.names())
@@ -80,7 +80,7 @@ async def run_at_endpoint(
     url: str,
     evaluation: EvaluationConfig,
     config: EpisodesConfig,
-    runs_episodes: type[RolloutWorker],
+    worker_class: type[RolloutWorker],
 ) -> list[TrajectoryGroup]:
     """Run the episodes in this process, with the server at ``url`` as the policy.
 
@@ -89,13 +89,13 @@ async def run_at_endpoint(
         url: URL of the server.
         evaluation: section of the configuration.
         config: configuration of the episodes.
-        runs_episodes: class of the worker.
+        worker_class: class of the worker.
 
     Raises:
         EndpointError: if the server cannot be used.
     """
     engine = CompletionsEngine(url, evaluation.endpoint_model, evaluation.max_concurrent_episodes)
-    worker = runs_episodes(config, lambda: engine, torch.get_num_threads())
+    worker = worker_class(config, lambda: engine, torch.get_num_threads())
     rollout = config.rollout
     # Failures of the endpoint must not count as wrong answers.
     breaker = CircuitBreaker.with_streak(rollout.max_invalid_fraction)
@@ -143,7 +143,7 @@ def evaluation_records(
 def write_records(records: Sequence[dict[str, Any]], output: Path) -> None:
     """Write records to a file of JSON lines."""
     output.parent.mkdir(parents=True, exist_ok=True)
-    # The write is atomic, so that an interrupted evaluation leaves no half file.
+    # The write is atomic, so that an interrupted evaluation leaves no partial file.
     atomic_write_text(output, "".join(json.dumps(record) + "\n" for record in records))
 
 

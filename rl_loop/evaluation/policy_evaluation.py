@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_gptoss.samples import TrainingSamples
-from rl_loop.agents.worker import worker_class
+from rl_loop.agents.worker import select_worker_class
 from rl_loop.chat.codec import ChatCodec
 from rl_loop.cluster.ray_session import ray_session
 from rl_loop.config.every_run import RunConfig
@@ -48,12 +48,12 @@ def evaluate_on_tasks(config: RlConfig, weights: Path | None, output: Path) -> l
         config.evaluation.samples_per_task,
         config.rollout.evaluation_temperature,
     )
-    runs_episodes = worker_class(config.tasks)
+    worker_class = select_worker_class(config.tasks)
     # An endpoint samples elsewhere, so neither Ray nor an engine starts.
     if config.evaluation.endpoint is not None:
-        groups = _run_at_endpoint(config, requests, runs_episodes)
+        groups = _run_at_endpoint(config, requests, worker_class)
     else:
-        with _engines(config, weights, len(requests), runs_episodes) as rollouts:
+        with _engines(config, weights, len(requests), worker_class) as rollouts:
             groups = rollouts.run(requests)
     records = evaluation_records(requests, groups)
     write_records(records, output)
@@ -127,18 +127,18 @@ def complete_turns(
 
 
 def _run_at_endpoint(
-    config: RunConfig, requests: Sequence[GroupRequest], runs_episodes: type[RolloutWorker]
+    config: RunConfig, requests: Sequence[GroupRequest], worker_class: type[RolloutWorker]
 ) -> list[TrajectoryGroup]:
     url = config.evaluation.endpoint
     assert url is not None
     return run_until_interrupted(
-        run_at_endpoint(requests, url, config.evaluation, config, runs_episodes)
+        run_at_endpoint(requests, url, config.evaluation, config, worker_class)
     )
 
 
 @contextmanager
 def _engines(
-    config: RunConfig, weights: Path | None, tasks: int, runs_episodes: type[RolloutWorker]
+    config: RunConfig, weights: Path | None, tasks: int, worker_class: type[RolloutWorker]
 ) -> Iterator[RolloutPool]:
     """Start engines with the weights to evaluate.
 
@@ -146,7 +146,7 @@ def _engines(
         config: configuration of the evaluation.
         weights: replace the configuration's weights.
         tasks: number of tasks in the evaluation.
-        runs_episodes: class of the workers.
+        worker_class: class of the workers.
     """
     check_loads_merged_weights(config)
     # Unreadable weights are reported before engines start.
@@ -156,7 +156,7 @@ def _engines(
         stack.enter_context(ray_session(store_bytes(need)))
         # A Ray that already ran keeps the store that it was started with.
         check_running_store(need)
-        rollouts = build_rollouts(config, runs_episodes)
+        rollouts = build_rollouts(config, worker_class)
         stack.callback(rollouts.close)
         rollouts.ready()
         rollouts.sync_weights(loaded, version=0)

@@ -14,10 +14,10 @@ from typing import Any
 
 from rl_loop.tasks.evaluation_records import by_task, is_correct, pass_rates
 
-Z = 1.96
+Z_95 = 1.96
 """Standard normal quantile of a two-sided 95% interval."""
 
-SUBSETS = 200
+MAX_SUBSETS = 200
 """Maximum number of subsets with k answers that maj@k averages over."""
 
 
@@ -41,8 +41,8 @@ class MeanEstimate:
 class SampleMoments:
     """Count, mean and unbiased variance of a sample. The variance of a single value is 0.
 
-    With weights, ``variance / count`` is the variance of the weighted mean: of the ratio of two
-    sums over the tasks, to first order.
+    With weights, ``variance / count`` is the variance of the weighted mean to first order. The
+    weighted mean is a ratio of two sums over the tasks.
     """
 
     count: int
@@ -56,7 +56,7 @@ class SampleMoments:
             weights = [1.0] * count
         total = sum(weights)
         mean = sum(map(operator.mul, values, weights)) / total
-        # Relative to a mean weight of 1.
+        # Weights are scaled to a mean of 1.
         deviations = [
             weight * count / total * (value - mean)
             for value, weight in zip(values, weights, strict=True)
@@ -91,10 +91,10 @@ def estimate(values: Sequence[float], weights: Sequence[float] | None = None) ->
         trials = max(1.0, sample.count * mean * (1 - mean) / sample.variance)
 
     # Wilson's score interval.
-    shrinkage = 1 + Z * Z / trials
-    center = (mean + Z * Z / (2 * trials)) / shrinkage
-    spread = math.sqrt(mean * (1 - mean) / trials + Z * Z / (4 * trials * trials))
-    half = Z / shrinkage * spread
+    shrinkage = 1 + Z_95 * Z_95 / trials
+    center = (mean + Z_95 * Z_95 / (2 * trials)) / shrinkage
+    spread = math.sqrt(mean * (1 - mean) / trials + Z_95 * Z_95 / (4 * trials * trials))
+    half = Z_95 / shrinkage * spread
     return MeanEstimate(mean, max(0.0, center - half), min(1.0, center + half), sample.count)
 
 
@@ -106,12 +106,12 @@ def normal_estimate(
     ``weights`` are those of ``estimate``.
     """
     sample = SampleMoments.of(values, weights)
-    half = Z * math.sqrt(sample.variance / sample.count)
+    half = Z_95 * math.sqrt(sample.variance / sample.count)
     return MeanEstimate(sample.mean, sample.mean - half, sample.mean + half, sample.count)
 
 
 def pass_at(correct: Sequence[bool], k: int) -> float:
-    """Return an unbiased estimate of the chance that one of k episodes is correct.
+    """Return an unbiased estimate of the probability that at least one of k episodes is correct.
 
     See arXiv 2107.03374, eq. 1.
 
@@ -122,12 +122,12 @@ def pass_at(correct: Sequence[bool], k: int) -> float:
     """
     episodes = len(correct)
     wrong = episodes - sum(correct)
-    # comb is 0 if fewer than k episodes are wrong, so the chance is 1.
+    # comb is 0 if fewer than k episodes are wrong, so the probability is 1.
     return 1.0 - math.comb(wrong, k) / math.comb(episodes, k)
 
 
 def majority_at(answers: Sequence[str | None], correct: Sequence[bool], k: int) -> float:
-    """Return the estimated chance that the most frequent answer of k episodes is correct.
+    """Estimate the probability that the most frequent answer of k episodes is correct.
 
     A tie counts by its share of correct answers. Episodes without an answer have no vote.
 
@@ -137,12 +137,12 @@ def majority_at(answers: Sequence[str | None], correct: Sequence[bool], k: int) 
     """
     indices = range(len(answers))
     subsets: Iterable[Sequence[int]]
-    if math.comb(len(answers), k) <= SUBSETS:
+    if math.comb(len(answers), k) <= MAX_SUBSETS:
         subsets = itertools.combinations(indices, k)
     else:
         # A fixed seed gives the same table for the same answers.
         rng = random.Random(0)
-        subsets = [rng.sample(indices, k) for _ in range(SUBSETS)]
+        subsets = [rng.sample(indices, k) for _ in range(MAX_SUBSETS)]
 
     shares = [_share_of_correct_winners(subset, answers, correct) for subset in subsets]
     return sum(shares) / len(shares)
@@ -191,7 +191,7 @@ def compare(
     """Estimate accuracy minus the accuracy of ``baseline``, per task. None without common tasks."""
     new = pass_rates(records)
     old = pass_rates(baseline)
-    # Differences per task leave out how hard the tasks are.
+    # A difference per task does not depend on the task's difficulty.
     gains = [new[task] - old[task] for task in new if task in old]
     if not gains:
         return None

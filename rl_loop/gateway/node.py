@@ -24,11 +24,11 @@ from rl_loop.rollout.episode import SampledTurn
 from rl_loop.rollout.episode_clock import CallTime
 
 TOKEN_BYTES = 48
-"""Memory of one token: its id as an object of Python, and perhaps a log-prob."""
+"""Assumed memory of one token: its id as a Python object, and perhaps a log-prob."""
 LOG_PROB_BYTES = 128
-"""Memory of a token's text and log-prob for the client."""
+"""Assumed memory of a token's text and log-prob for the client."""
 CHARACTER_BYTES = 2
-"""Memory of one character: 1 to 4 bytes."""
+"""Assumed memory of one character, which takes 1 to 4 bytes."""
 
 
 # Compared by identity: turns with equal content are different samples, and sets contain turns.
@@ -44,7 +44,7 @@ class TurnNode:
     new_role: str
     """Author of ``new_ids``: "prompt", "tool" or "user"."""
     sampled: GenerateResult
-    """Sampled turn, with the experts of the tokens that were first an input of this turn."""
+    """Sampled turn. Its experts are those of the tokens that no earlier turn had as inputs."""
     finish_reason: FinishReason
     """Reason for the end of the turn."""
     answer: PolicyAnswer
@@ -62,7 +62,7 @@ class TurnNode:
     key: bytes
     """Key of the conversation with instructions and tools: ``TurnRequest.conversation_keys``."""
     open_calls: list[OpenCall]
-    """Calls that no tool has answered yet, including those of this turn."""
+    """Calls without a tool output, including the calls of this turn."""
     closing: tuple[int, ...]
     """Tokens after the turn when the conversation continues."""
     dropped: int
@@ -111,7 +111,7 @@ class TurnNode:
 
     @property
     def memory_bytes(self) -> int:
-        """Estimate of the memory that this turn keeps, without the turns before it."""
+        """Approximate memory of this turn in bytes, without the turns before it."""
         tokens = len(self.new_ids) + len(self.sampled.output_ids)
         listed = sum(token.entries for text in self.log_probs for token in text)
         return (
@@ -275,7 +275,7 @@ def new_node(
     if turn.format_error is not None:
         finish_reason = FinishReason.FORMAT_ERROR
 
-    # Tools answer on the channel of the call, so the call remembers it.
+    # A tool output has the channel of its call, so the call stores the channel.
     calls = [
         OpenCall(call.call_id, f"{FUNCTIONS}{call.name}", call.channel)
         for call in turn.answer.calls
@@ -285,7 +285,7 @@ def new_node(
     is_empty = finish_reason is not FinishReason.STOP and message.keys() == {"role", "content"}
     answers = () if is_empty and not message["content"] else (message,)
     new_role = "prompt"
-    # The first new message names all of them. Tool outputs precede a message of the user.
+    # The role of the first new message is enough: tool outputs precede a message of the user.
     if prompt.parent is not None:
         new_role = "tool" if position.new_messages[0]["role"] == "tool" else "user"
 

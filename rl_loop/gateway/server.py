@@ -79,7 +79,14 @@ class Gateway:
         shape: ModelShape,
         settings: GatewaySettings,
     ) -> None:
-        """Create a server that does not listen yet. ``shape`` checks the engine's results."""
+        """Create a server that does not listen yet.
+
+        Args:
+            engine: engine of the policy.
+            codec: chat format and vocabulary of the policy.
+            shape: shape of the model, with which the engine's results are checked.
+            settings: address, name and settings of sessions.
+        """
         self._engine = engine
         self._codec = codec
         self._shape = shape
@@ -134,7 +141,7 @@ class Gateway:
         session = self._sessions.get(key.strip())
         if kind.lower() != "bearer" or session is None:
             raise ApiError(401, "invalid_api_key", "Incorrect API key provided")
-        # Counted before the limit is checked, because ``_answer`` subtracts every counted request.
+        # Counted before the limit is checked, because ``_handle`` subtracts every counted request.
         if SESSION not in request:
             request[SESSION] = session
             session.in_flight += 1
@@ -154,7 +161,7 @@ class Gateway:
         if constrains_tokens(self._engine):
             prepare_constraints(self._codec)
         # Clients append the path to ``base_url``, which ends with /v1.
-        app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[self._answer])
+        app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[self._handle])
         app.router.add_post("/v1/chat/completions", self._chat)
         app.router.add_post("/v1/completions", self._completions)
         app.router.add_post("/v1/responses", self._responses)
@@ -197,12 +204,12 @@ class Gateway:
     # ---- requests
 
     @web.middleware
-    async def _answer(
+    async def _handle(
         self,
         request: web.Request,
         handler: Callable[[web.Request], Awaitable[web.StreamResponse]],
     ) -> web.StreamResponse:
-        """Answer a request. Every failure has the format of the API's errors."""
+        """Call the handler of a request. Turn every exception into an error of OpenAI's API."""
         try:
             return await handler(request)
         except ConnectionResetError:
@@ -259,7 +266,7 @@ class Gateway:
         except ConnectionResetError:
             raise
         except Exception as error:
-            # Before the first event, an error has a status. See ``_answer``.
+            # Before the first event, ``_handle`` can still send an error with a status code.
             if not stream.has_begun:
                 raise
             return await streamed.send_error(_api_error(request, error))
@@ -330,13 +337,14 @@ def _counted_choices(session: ConversationSession, choices: int) -> Iterator[Non
 
 @contextmanager
 def _delivering(nodes: Sequence[TurnNode]) -> Iterator[None]:
-    """Note whether a client receives turns that are sent in the context."""
+    """Set ``delivered`` of turns that are sent to a client in the context."""
     try:
         yield
         for node in nodes:
             node.delivered = True
     finally:
-        # The connection was lost. A repeated request gets this answer.
+        # After an exception, ``delivered`` is still None: the connection was lost. A repeated
+        # request of the client gets the stored answer.
         for node in nodes:
             if node.delivered is None:
                 node.delivered = False
@@ -367,8 +375,8 @@ def _api_error(request: web.Request, error: Exception) -> ApiError:
 def _error_response(error: ApiError) -> web.Response:
     """Return the HTTP response for an error."""
     # OpenAI's clients repeat a request after 408, 409, 429 and from 500 on, unless this header
-    # forbids it.
-    # The request was repeated already. A further repetition by the client would only take time.
+    # forbids it. The gateway has repeated requests to the engine already, so a repetition by the
+    # client would only take time.
     headers = {"x-should-retry": "false"}
     response = web.json_response(error.body(), status=error.status, headers=headers)
     if error.status in CLOSING_STATUSES:

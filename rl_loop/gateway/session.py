@@ -440,11 +440,11 @@ def _checked_top(
     """Return the most likely tokens of each position of a turn. Empty if not requested.
 
     Raises:
-        EngineError: the client has read other tokens than the engine returned.
+        EngineError: the client has read different tokens than the engine returned.
         ApiError: the engine did not return the requested tokens.
     """
     if not observer.was_read_as(result.output_ids):
-        raise EngineError(name, "the engine returned other tokens than it streamed")
+        raise EngineError(name, "the engine returned different tokens than it streamed")
     if observer.top_log_probs == 0:
         return []
     if observer.ids != result.output_ids or not all(observer.top):

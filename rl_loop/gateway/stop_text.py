@@ -21,17 +21,17 @@ class StopCut:
     kept: int
     """Number of tokens of the turn up to the end of the stop text."""
     dropped: int
-    """Number of the kept tokens that contain bytes of the stop text."""
+    """Number of the last kept tokens that contain bytes of the stop text. A prompt leaves them out."""
     text: str
     """Text of the last message before the stop text."""
     rest: str
-    """End of ``text`` that is in the first dropped token."""
+    """End of ``text`` whose bytes are in the first of the dropped tokens."""
 
 
 def find_stop(
     codec: ChatCodec, ids: Sequence[int], ranges: Sequence[range], stop: Sequence[str]
 ) -> StopCut | None:
-    """Return the first end of a stop text in the texts for the client. None if there is none.
+    """Find the stop text that ends first in the texts for the client. None if there is none.
 
     Args:
         codec: chat format of the policy.

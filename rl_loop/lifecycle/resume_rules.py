@@ -2,7 +2,7 @@
 
 The other inputs of a run's computation are in ``lifecycle.inputs`` (files), in ``RunState``
 (positions in the data) and in ``rollout.group_store`` (episodes of later steps, which are dropped if
-a key with ``samples`` changes).
+a key with ``affects_sampling`` changes).
 
 A test walks all keys of ``gptoss rl`` and ``gptoss sft``. A REJECTED rule also covers the keys
 below it. Any other key needs a rule, so the effect of a new key must be declared.
@@ -20,11 +20,11 @@ class ResumeEffect(StrEnum):
     """Effect of a changed key on a resumed run."""
 
     REJECTED = "rejected"
-    """The run cannot continue with another value."""
+    """The run cannot continue with a different value."""
     MAY_CHANGE = "may change"
-    """The run computes something else from the next step on, on the same sequence of data."""
+    """The results of later steps change. The sequence of data does not."""
     NO_EFFECT = "does not matter"
-    """The run computes the same, up to the order of sums."""
+    """The results are equal, up to the order of sums."""
 
 
 @dataclass(frozen=True)
@@ -33,27 +33,30 @@ class ResumeRule:
 
     effect: ResumeEffect
     reason: str
-    samples: bool = False
-    """True if episodes depend on the key: groups sampled with another value are sampled again."""
+    affects_sampling: bool = False
+    """True if episodes depend on the key. Groups that were sampled with a different value are then
+    sampled again."""
 
 
 def _rejected(reason: str) -> ResumeRule:
     return ResumeRule(ResumeEffect.REJECTED, reason)
 
 
-SHAPE = "the weights of the checkpoint have other shapes"
+SHAPE = "the weights of the checkpoint have different shapes"
 DATA = "data is addressed by position, so some tasks would be trained on twice and others never"
 STATE = "the checkpoint's optimizer state does not fit"
 ADAPTER = "the checkpoint has the weights and the optimizer state of the earlier adapters"
-TOKEN_IDS = "the policy was trained with other token ids"
+TOKEN_IDS = "the policy was trained with different token ids"
 SYSTEM_MESSAGE = (
-    "the policy was trained with another system message, so curves would not be comparable"
+    "the policy was trained with a different system message, so curves would not be comparable"
 )
-TOOLS = "episodes would use other tools, so curves would not be comparable"
+TOOLS = "episodes would use different tools, so curves would not be comparable"
 
 LEARNING = ResumeRule(ResumeEffect.MAY_CHANGE, "training from the next step on")
-SAMPLING = ResumeRule(ResumeEffect.MAY_CHANGE, "sampling from the next step on", samples=True)
-REWARD = ResumeRule(ResumeEffect.MAY_CHANGE, "rewards of later episodes", samples=True)
+SAMPLING = ResumeRule(
+    ResumeEffect.MAY_CHANGE, "sampling from the next step on", affects_sampling=True
+)
+REWARD = ResumeRule(ResumeEffect.MAY_CHANGE, "rewards of later episodes", affects_sampling=True)
 ENDING = ResumeRule(ResumeEffect.MAY_CHANGE, "the end of the run")
 FILES = ResumeRule(ResumeEffect.MAY_CHANGE, "compared by content, see lifecycle.inputs")
 MEASUREMENT = ResumeRule(ResumeEffect.MAY_CHANGE, "measurements, not training")
@@ -67,7 +70,7 @@ RULES: dict[str, ResumeRule] = {
     "seed": _rejected(DATA),
     "model": _rejected(SHAPE),
     "adapter": _rejected(ADAPTER),
-    # Refused without adapters, whose experts are trained in this format.
+    # Without adapters, experts are trained in this format, and a change is rejected elsewhere.
     "quantization": LAYOUT,
     "dtype": _rejected(STATE),
     "gpu_gb": ELSEWHERE,
@@ -98,7 +101,7 @@ RULES: dict[str, ResumeRule] = {
     "parallel.context": LAYOUT,
     "parallel.context_scheme_full": LAYOUT,
     "parallel.context_scheme_window": LAYOUT,
-    # Refused between no and some parallelism, which have different optimizers.
+    # A resume from or to ``expert: 1`` is rejected elsewhere, because the optimizers differ.
     "parallel.expert": LAYOUT,
     "parallel.expert_dispatcher": LAYOUT,
     "parallel.last_stage_layers": LAYOUT,
@@ -117,7 +120,7 @@ RULES: dict[str, ResumeRule] = {
     "optimizer.gradient_dtype": LEARNING,
     "optimizer.lr": LEARNING,
     "optimizer.moment_dtype": _rejected(STATE),
-    # Offloading moves the state between the GPU and the host, without other arithmetic.
+    # Offloading moves the state between GPU and host. The arithmetic is the same.
     "optimizer.offload_fraction": LAYOUT,
     "optimizer.on_non_finite": LEARNING,
     "optimizer.schedule": LEARNING,
@@ -296,6 +299,6 @@ def flattened(config: Any, key: str = "") -> dict[str, Any]:
 def sampling_digest(config: Mapping[str, Any]) -> str:
     """Return a digest of all configuration values that affect the sampling of episodes."""
     values = flattened(config)
-    sampled = {key: value for key, value in values.items() if find_rule(key).samples}
+    sampled = {key: value for key, value in values.items() if find_rule(key).affects_sampling}
     # Sorted, so that the order of keys in a file does not matter.
     return hashlib.sha256(json.dumps(sampled, sort_keys=True).encode()).hexdigest()

@@ -32,7 +32,7 @@ def check_weights(key: str, path: Path, model: ModelConfig) -> None:
         model: the configured architecture.
 
     Raises:
-        StartError: the weights are missing, incomplete or of another model.
+        StartError: the weights are missing, incomplete or of a different model.
     """
     # A Hugging Face directory has this file. Megatron checkpoints have others.
     hf_config = path / "config.json"
@@ -75,7 +75,7 @@ def check_initial_adapter(path: Path, adapter: AdapterConfig, model: ModelConfig
         model: the configured architecture.
 
     Raises:
-        StartError: the adapters are missing, or of another model or other settings.
+        StartError: the adapters are missing, of a different model, or have different settings.
     """
     key = "initial_adapter"
     if (path / PEFT_CONFIG_FILE).exists():
@@ -198,7 +198,7 @@ def _is_original_format(key: str, hf_config: Path) -> bool:
 def _compare_models(
     key: str, file: Path, model: ModelConfig, read: Callable[[Path], ModelConfig]
 ) -> None:
-    """Raise StartError if ``file`` describes another model than ``model``."""
+    """Raise StartError if ``file`` describes a different model than ``model``."""
     try:
         theirs = read(file).model_dump()
     except (OSError, ValueError) as error:

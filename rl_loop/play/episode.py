@@ -10,7 +10,7 @@ from typing import Literal, Protocol
 
 import torch
 
-from rl_loop.agents.worker import worker_class
+from rl_loop.agents.worker import select_worker_class
 from rl_loop.chat.codec import ChatCodec
 from rl_loop.chat.messages import ParsedMessage
 from rl_loop.config.every_run import RunConfig
@@ -222,7 +222,7 @@ async def _play_model(
     config: RunConfig, task: Task, seed: int, factory: EngineFactory, make_runner: RunnerFactory
 ) -> TrajectoryGroup:
     """Play an episode of an engine."""
-    worker = worker_class(config.tasks)(config, factory, torch.get_num_threads())
+    worker = select_worker_class(config.tasks)(config, factory, torch.get_num_threads())
     temperature = config.rollout.temperature
     return await _with_worker(
         worker,

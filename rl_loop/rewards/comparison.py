@@ -84,8 +84,8 @@ def equivalent_statements(answer: Statement, truth: Statement, modulus: Expr | N
 
 
 def _equivalent_rest(answer: Statement, truth: Statement) -> bool:
-    """Compare statements of all other types."""
-    # Empty words stand for a missing side, which says nothing.
+    """Compare words, set builders, ratios, piecewise values, and named or based values."""
+    # Empty words stand for a missing side, which equals nothing.
     if isinstance(answer, WordsStatement) and isinstance(truth, WordsStatement):
         return bool(answer.text) and answer.text == truth.text
     if isinstance(answer, SetBuilder) and isinstance(truth, SetBuilder):
@@ -183,10 +183,10 @@ def _drop_duplicates(items: Iterable[Statement]) -> list[Statement]:
 
 
 def _match[T](items: Sequence[T], others: Sequence[T], same: Callable[[T, T], bool]) -> bool:
-    """Return True if items and others can be paired."""
+    """Return True if each item can be paired with a different one of ``others``."""
     if len(items) != len(others):
         return False
-    # Every other item is used once, so that 1, 1, 2 does not match 1, 2, 2.
+    # Each of ``others`` is used once, so that 1, 1, 2 does not match 1, 2, 2.
     left = list(others)
     for item in items:
         for i, other in enumerate(left):

@@ -138,7 +138,7 @@ class TaskMixture:
         """Continue at a cursor of an earlier run.
 
         Raises:
-            TaskFileError: if a source has another number of tasks.
+            TaskFileError: if a source has a different number of tasks.
         """
         for number, (name, source) in enumerate(self.sources.items()):
             saved = cursor["sources"].get(name)

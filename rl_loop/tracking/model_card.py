@@ -24,7 +24,7 @@ PARSERS = {
 
 
 LOST_BY_MERGING = "export_lost_by_merging"
-"""Name of a figure in ``summary.json``: share of unmerged expert updates that the export lost by rounding."""
+"""Key of ``summary.json``: share of unmerged expert updates that the export lost by rounding."""
 
 
 @dataclass(frozen=True)
@@ -101,8 +101,8 @@ def _origin(training: ModelCardFacts, lost: float | None) -> str:
 
     Args:
         training: facts about the run.
-        lost: share of the adapters' updates of experts that this model lost by rounding. None if training merged
-            experts.
+        lost: share of the adapters' updates of experts that this model lost by rounding. None if
+            training merged experts.
     """
     base = "random weights"
     if training.initial_weights is not None:

@@ -53,7 +53,7 @@ def write_export(export: WeightExport, model: ModelConfig, weights: Iterable[Nam
         weights: all Hugging Face tensors in any order, on any device.
 
     Raises:
-        ConversionError: a tensor is missing, unknown or of another shape, the disk is full, or a
+        ConversionError: a tensor is missing, unknown or of a different shape, the disk is full, or a
             file differs from the written weights. The message names the tensor or file, and the
             directory is unchanged.
     """

@@ -39,8 +39,8 @@ def build_initial_model(
 
     Raises:
         ConversionError, CheckpointError: a file, key or tensor does not fit, an MXFP4 base has a
-            value that MXFP4 cannot represent, or initial adapters have other settings or another
-            base. The message names it.
+            value that MXFP4 cannot represent, or initial adapters have different settings or a
+            different base. The message names the file, key or tensor.
     """
     absent = settings.ablation.without
     model = build_model(
@@ -123,7 +123,7 @@ def _random_weights(
     if settings.adapter is None or quantization is None:
         return draw
 
-    # A frozen base is stored as MXFP4, which cannot represent other values.
+    # A frozen base is stored as MXFP4, which cannot represent arbitrary values.
     return lambda name: rounded_to_mxfp4(name, draw(name))
 
 

@@ -166,7 +166,7 @@ class StepPlan:
             ``dtype`` [tokens].
 
         Raises:
-            ColumnError: a result has another dtype or shape. The message names the column and the
+            ColumnError: a result has a different dtype or shape. The message names the column and the
                 first sequence of the rank.
         """
         # Uninitialized, because the ranks together write every entry.

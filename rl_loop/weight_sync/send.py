@@ -85,7 +85,7 @@ async def _sync(named_tensors: NamedTensors, config: ModelConfig, servers: Weigh
 
     await _transfer(tensors, config, servers)
 
-    # A server may report success but hold other weights. The checksums cover the weights it holds.
+    # A server may report success but hold different weights. The checksums cover the weights it holds.
     if sample is not None:
         await _compare(sample, servers)
 
@@ -125,7 +125,7 @@ async def _compare(sample: WeightSample, servers: WeightServers) -> None:
     """Compare the servers' checksums with those of the sent weights.
 
     Raises:
-        WeightMismatchError: if a server holds other weights.
+        WeightMismatchError: if a server holds different weights.
     """
     plan = servers.plan
     for url, ranks in zip(plan.urls, await servers.checksums(), strict=True):

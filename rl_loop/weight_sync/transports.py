@@ -117,8 +117,8 @@ class WeightBroadcastGroup:
 
             bucket = next(buckets, None)
             while bucket:
-                # Servers respond when they have received all tensors, so both sides run in
-                # parallel.
+                # Servers respond after they have received all tensors, so the broadcast runs while
+                # this process waits for the responses.
                 bucket = await servers.receive(
                     self._name, bucket, partial(self._send, bucket, buckets)
                 )
@@ -238,7 +238,7 @@ def _make_group(name: str, host: str, port: int, world: int, plan: SyncPlan) -> 
 
 
 server_group = WeightBroadcastGroup()
-"""Process group of this process."""
+"""Group of this process and the servers."""
 
 
 async def share_memory(buckets: Iterator[Bucket], servers: WeightServers) -> None:
@@ -348,11 +348,12 @@ SHARING_ATTEMPTS = 5
 def _move_to_shared_memory(tensor: torch.Tensor) -> None:
     """Move a host tensor into shared memory, in place.
 
-    torch registers the memory at its manager process and waits one second for the answer
+    torch registers the memory at its manager process and waits one second for the response
     (lib/libshm/socket.h). On a busy machine the manager can take longer.
 
     Raises:
-        RuntimeError: shared memory is full, or the manager did not answer SHARING_ATTEMPTS times.
+        RuntimeError: shared memory is full, or the manager did not respond in SHARING_ATTEMPTS
+            attempts.
     """
     for attempt in range(1, SHARING_ATTEMPTS + 1):
         try:

@@ -249,7 +249,7 @@ def other_base(weights: Weights, path: Path) -> Path:
 def test_adapter_on_another_base_is_rejected(source: str, trained: Path, weights: Weights) -> None:
     other = other_base(weights, trained / "other")
     merge_adapter(trained / "base", trained / source, trained / "out", "fp32")
-    with pytest.raises(ConversionError, match=r"was trained on another base than .*other"):
+    with pytest.raises(ConversionError, match=r"was trained on a different base than .*other"):
         merge_adapter(other, trained / source, trained / "wrong", "fp32")
     assert not (trained / "wrong").exists()
 
@@ -259,7 +259,7 @@ def test_exported_adapter_is_not_imported_onto_another_base(
 ) -> None:
     other = other_base(weights, trained / "other")
     import_adapter(trained / "peft", trained / "again", trained / "base", "fp32")
-    with pytest.raises(ConversionError, match=r"was trained on another base than .*other"):
+    with pytest.raises(ConversionError, match=r"was trained on a different base than .*other"):
         import_adapter(trained / "peft", trained / "wrong", other, "fp32")
 
 

@@ -91,7 +91,7 @@ def test_a_model_with_another_base_rejects_an_imported_adapter(root: Path) -> No
     other[name][2, 3] += 1e-3
     load_hf_weights(model, MODEL, other.__getitem__)
     with pytest.raises(
-        ConversionError, match=r"imported: was trained on another base than that of"
+        ConversionError, match=r"imported: was trained on a different base than that of"
     ):
         load_adapter(model, MODEL, CheckpointAdapters(root / "imported"))
 
@@ -228,7 +228,7 @@ def test_the_commands_convert_adapters_and_merge_them(root: Path, tmp_path: Path
 
     # The recorded base is fp32. A base in bf16 is accepted only without the digest.
     wrong = refusal("merge", base, tmp_path / "peft", tmp_path / "packed", "--format=mxfp4")
-    assert "in torch.bfloat16, or in another dtype" in wrong
+    assert "in torch.bfloat16, or in a different dtype" in wrong
     foreign = shutil.copytree(tmp_path / "peft", tmp_path / "foreign")
     save_file(load_file(foreign / WEIGHTS_FILE), foreign / WEIGHTS_FILE)
     output = convert("merge", base, foreign, tmp_path / "packed", "--format=mxfp4")
@@ -243,7 +243,7 @@ def test_convert_commands_reject_misfits_in_one_line(root: Path, tmp_path: Path)
     assert "config.json" in refusal("import-adapter", peft, out, "--base", peft)
     assert "gptoss_config.json: missing" in refusal("export-adapter", base, out)
     assert "exists already" in refusal("export-adapter", trained, peft)
-    assert "trained on another base" in refusal("merge", base, trained, out, "--format=bf16")
+    assert "trained on a different base" in refusal("merge", base, trained, out, "--format=bf16")
     assert "no such directory" in refusal("merge", tmp_path / "nothing", peft, out)
     assert not list(tmp_path.iterdir())
 

@@ -240,9 +240,9 @@ def test_another_base_is_rejected_and_nothing_is_left(base: Path, tmp_path: Path
     checkpoint = save_checkpoint(tmp_path, PolicyTrainer(model, OptimizerConfig()), 1, {})
     name = "model.layers.1.self_attn.k_proj.weight"
     other = write_base(tmp_path / "other", **{name: base_weights()[name] + 1e-3})
-    with pytest.raises(ConversionError, match="was trained on another base"):
+    with pytest.raises(ConversionError, match="was trained on a different base"):
         merge_adapter(other, checkpoint, tmp_path / "merged", dtype="fp32")
-    with pytest.raises(ConversionError, match=r"in torch\.bfloat16, or in another dtype"):
+    with pytest.raises(ConversionError, match=r"in torch\.bfloat16, or in a different dtype"):
         merge_adapter(base, checkpoint, tmp_path / "merged", dtype="bf16")
     assert not list(tmp_path.glob("merged*"))
 
@@ -254,5 +254,5 @@ def test_adapters_of_another_model_are_rejected(base: Path, tmp_path: Path) -> N
     config.write_text(config.read_text().replace('"sliding_window":8', '"sliding_window":9'))
     config.write_text(config.read_text().replace('"sliding_window": 8', '"sliding_window": 9'))
     (checkpoint / CHECKSUMS_FILE).unlink()
-    with pytest.raises(ConversionError, match="another model: sliding_window is 9, but 8"):
+    with pytest.raises(ConversionError, match="a different model: sliding_window is 9, but 8"):
         merge_adapter(base, checkpoint, tmp_path / "merged", dtype="fp32")

@@ -1,4 +1,4 @@
-"""Logits in fp32 on CPUs: precision, and fp32 and fp64 products equal to torch."""
+"""Logits on CPUs: fp32 results from 16-bit inputs, and the bits of torch for fp32 and fp64 inputs."""
 
 from __future__ import annotations
 

@@ -32,12 +32,12 @@ RL = [
     "tasks.held_out_tasks=2",
     "evaluate_every=1000",
 ]
-STARTED = 240
+START_SECONDS = 240
 """Time limit in seconds for imports, Ray and a trainer on a busy machine."""
 
 
 def start(kind: str, saved: bool, output: Path) -> Terminal:
-    """Start a run without end, with a checkpoint after every step, or with none until its stop."""
+    """Start a run of 100,000 steps. ``saved``: with a checkpoint after every step, not only at its stop."""
     options = [f"output_dir={output}", "name=stopped", "training.steps=100000"]
     options += [f"training.checkpoint_every={1 if saved else 100000}"]
     command = [*python_with_forks(), "-m", "launch", *{"sft": SFT, "rl": RL}[kind], *options]
@@ -45,7 +45,7 @@ def start(kind: str, saved: bool, output: Path) -> Terminal:
 
 
 def wait_for_steps(terminal: Terminal, count: int) -> None:
-    terminal.wait_for(rf"step {count}/100000", STARTED)
+    terminal.wait_for(rf"step {count}/100000", START_SECONDS)
 
 
 SLOW = pytest.mark.slow
@@ -126,7 +126,7 @@ def test_stopped_run_reports_saved_state_and_leaves_no_process(
 
 def test_a_run_that_is_stopped_while_it_starts_leaves_nothing(tmp_path: Path) -> None:
     with start("rl", False, tmp_path) as terminal:
-        terminal.wait_for("loading the policy", STARTED)
+        terminal.wait_for("loading the policy", START_SECONDS)
         terminal.press_ctrl_c()
         status = terminal.wait(60)
         left = terminal.processes_left()

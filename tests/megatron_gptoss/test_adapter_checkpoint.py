@@ -161,7 +161,7 @@ def test_adapters_of_another_base_are_rejected(saved: tuple[Path, list[float]]) 
     weight = policy.module.decoder.layers[1].self_attention.linear_qkv.weight
     with torch.no_grad():
         weight[3, 5] += 1e-3
-    with pytest.raises(CheckpointError, match="holds adapters of another base"):
+    with pytest.raises(CheckpointError, match="holds adapters of a different base"):
         load_checkpoint(saved[0], policy)
 
 

@@ -76,5 +76,5 @@ def test_value_head_is_not_part_of_the_base(tmp_path: Path) -> None:
     path = save_checkpoint(tmp_path, trainer, 2, {})
     with torch.no_grad():
         trainer.module.decoder.final_layernorm.weight[0] += 1
-    with pytest.raises(CheckpointError, match="holds adapters of another base"):
+    with pytest.raises(CheckpointError, match="holds adapters of a different base"):
         load_checkpoint(path, trainer)

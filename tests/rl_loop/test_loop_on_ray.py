@@ -158,7 +158,7 @@ def test_adapters_of_sft_and_rl_export_alone_and_merged(trained: Path, tmp_path:
     kept = (run / "config.yaml").read_text()
     for override, message in (
         ("adapter.rank=2", r"--resume cannot change adapter.rank: 4 -> 2"),
-        (f"initial_weights={trained}", "holds adapters of another base"),
+        (f"initial_weights={trained}", "holds adapters of a different base"),
     ):
         with pytest.raises(Exception, match=message):
             run_rl(rl_config(tmp_path, *rl, override), Quiet(), resume=True)

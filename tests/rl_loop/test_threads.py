@@ -1,4 +1,4 @@
-"""Users' code that hangs keeps its own thread, and no other work waits for it."""
+"""User code that hangs occupies its own thread, and no other work waits for it."""
 
 from __future__ import annotations
 
@@ -73,8 +73,8 @@ def test_judge_is_called_while_other_judges_hang() -> None:
         await asyncio.sleep(0.2)
         async with asyncio.timeout(30):
             assert await environment.judge("a", tools) == 1.0
-        for each in hanging:
-            each.cancel()
+        for call in hanging:
+            call.cancel()
         await asyncio.gather(*hanging, return_exceptions=True)
         async with asyncio.timeout(30):
             assert await environment.judge("a", tools) == 1.0

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from converters.mxfp4_tensors import Digests
 from megatron_gptoss import distributed
 from rl_loop.ablations.engine_weights import engine_faults
-from rl_loop.agents.worker import worker_class
+from rl_loop.agents.worker import select_worker_class
 from rl_loop.config.load import dump_config
 from rl_loop.config.partial_configs import TrainerConfig
 from rl_loop.config.run import RlConfig
@@ -130,8 +130,8 @@ class LocalRollouts:
                 engine_config.max_batch_size,
                 engine_config.deterministic,
             )
-        runs_episodes = worker_class(config.tasks)
-        self._worker = runs_episodes(settings, lambda: engine, torch.get_num_threads())
+        worker_class = select_worker_class(config.tasks)
+        self._worker = worker_class(settings, lambda: engine, torch.get_num_threads())
         # The check starts one more server, so one check per process and settings is enough.
         with patch.object(python_sandbox, "check_isolation", _check_isolation_once):
             self._do(self._worker.start())

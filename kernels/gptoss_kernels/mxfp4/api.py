@@ -169,7 +169,7 @@ def _check_matrices(matrices: Sequence[Tensor], out: Tensor) -> None:
 
 
 def _check_scales(name: str, scales: Tensor, shape: torch.Size, device: torch.device) -> None:
-    """Raise ValueError if the scales have another dtype, shape or device."""
+    """Raise ValueError if the scales have a different dtype, shape or device."""
     if scales.dtype != torch.uint8 or scales.shape != shape or scales.device != device:
         raise ValueError(
             f"{name} must be uint8 {list(shape)} on {device}, "

@@ -1,4 +1,4 @@
-"""Checks for kinds of faults in the forward pass, each where it is most visible."""
+"""Checks for faults in the forward pass. Each scores the sequences in which its faults show most."""
 
 from dataclasses import dataclass
 
@@ -16,8 +16,8 @@ class ForwardCheck:
 
     name: str
     title: str
-    kind: str
-    """Name of the attribute of ``ProbeSequences``."""
+    probes: str
+    """Attribute of ``ProbeSequences`` with the sequences to score."""
     faults: tuple[ModelFault, ...] = ()
 
     def list_faults(self, check_run: CheckRun) -> tuple[ModelFault, ...]:
@@ -28,22 +28,22 @@ class ForwardCheck:
         return self.faults
 
     def __call__(self, check_run: CheckRun) -> CheckResult:
-        """Search for each fault where it is most visible."""
-        sequences = getattr(check_run.sequences, self.kind)
-        mine = self.list_faults(check_run)
-        own = [fault for fault in check_run.found if fault in mine]
-        # The agreement check has found a fault of this kind. Report it here as well.
-        if own:
+        """Search for each fault in the sequences of this check."""
+        sequences = getattr(check_run.sequences, self.probes)
+        possible = self.list_faults(check_run)
+        found = [fault for fault in check_run.found if fault in possible]
+        # The agreement check has found a fault of this check. Report it here as well.
+        if found:
             # Compare with EXACT, because the reference with the fault would show no deviation.
-            visibilities = check_run.visibilities(mine, sequences, EXACT)
-            names = " and ".join(fault.name for fault in own)
-            causes = tuple(DiagnosedFault(fault.name, fault.source) for fault in own)
+            visibilities = check_run.visibilities(possible, sequences, EXACT)
+            names = " and ".join(fault.name for fault in found)
+            causes = tuple(DiagnosedFault(fault.name, fault.source) for fault in found)
             return CheckResult(
                 self.name, self.title, CheckOutcome.FAILED, names, causes, visibilities
             )
 
         # Compare with the faults that were found elsewhere, so that they do not count here.
-        visibilities = check_run.visibilities(mine, sequences, check_run.explanation)
+        visibilities = check_run.visibilities(possible, sequences, check_run.explanation)
         suffix = " in addition to the faults of other checks" if check_run.found else ""
         return judge_visibilities(self.name, self.title, visibilities, suffix)
 

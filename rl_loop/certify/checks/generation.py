@@ -34,8 +34,8 @@ def check_decoding(check_run: CheckRun) -> CheckResult:
     def evaluate(variant: FaultyVariant, reference: ReferenceModel | None = None) -> Tensor:
         pieces = []
         for sequence in sequences:
-            # Score the tokens that the implementation chose: another choice between near-tied tokens is no
-            # fault.
+            # Score the tokens that the implementation chose, because a different choice between
+            # tokens of nearly equal probability is not a fault.
             length = len(sequence.ids) - CONTINUATION
             scored = (reference or check_run.exact).evaluate(
                 sequence.ids, variant, prompt_length=length
@@ -66,11 +66,11 @@ def _greedy_result(
     check_run: CheckRun, title: str, sequences: Sequence[ProbeSequence], noise: Tensor
 ) -> CheckResult:
     """Check continuations without log-probs: each token must be the most likely one."""
-    worse = []
+    gaps = []
     for sequence in sequences:
         evaluated = check_run.exact.evaluate(sequence.ids, check_run.explanation)
-        worse.append((evaluated.best - evaluated.log_probs)[-CONTINUATION:])
-    largest = float(torch.cat(worse).max())
+        gaps.append((evaluated.best - evaluated.log_probs)[-CONTINUATION:])
+    largest = float(torch.cat(gaps).max())
     # The implementation's choice and the best token both have an error, so allow it twice.
     limit = max(check_run.limit(noise), 2 * float(noise.max()))
     summary = f"every token is within {largest:.1e} nats of the most likely one"

@@ -1,4 +1,7 @@
-"""Server with OpenAI's completions API that accepts token ids and echoes log-probs: vLLM."""
+"""Certified server with OpenAI's completions API, such as vLLM.
+
+It must accept token ids as prompts and echo their log-probs.
+"""
 
 import asyncio
 from collections.abc import Sequence
@@ -15,7 +18,7 @@ from rl_loop.certify.implementation import (
 )
 
 SHOWN_CHARACTERS = 300
-"""Maximum length of an answer that an error quotes."""
+"""Maximum length of a response that an error quotes."""
 
 
 class CompletionsServer(ModelImplementation):
@@ -45,26 +48,28 @@ class CompletionsServer(ModelImplementation):
         try:
             async with (
                 aiohttp.ClientSession(timeout=timeout) as session,
-                session.request(method, f"{self._url}{path}", json=body) as answer,
+                session.request(method, f"{self._url}{path}", json=body) as response,
             ):
-                text = await answer.text()
-                if answer.status != 200:
+                text = await response.text()
+                if response.status != 200:
                     quoted = text[:SHOWN_CHARACTERS]
-                    raise ImplementationError(f"{self._url}{path}: HTTP {answer.status}: {quoted}")
+                    raise ImplementationError(
+                        f"{self._url}{path}: HTTP {response.status}: {quoted}"
+                    )
                 # With None, aiohttp accepts JSON that the server declares as another content type.
-                return await answer.json(content_type=None)
+                return await response.json(content_type=None)
         except (aiohttp.ClientError, OSError, ValueError) as error:
             raise ImplementationError(f"{self._url}{path}: {error!r}") from error
 
     def _complete(self, prompt: object, **options: object) -> dict[str, Any]:
         """Return the only choice of a response."""
         body = {"model": self._model, "prompt": prompt, "temperature": 0, **options}
-        answer = self._runner.run(self._call("POST", "/completions", body))
+        response = self._runner.run(self._call("POST", "/completions", body))
         try:
-            choice: dict[str, Any] = answer["choices"][0]
+            choice: dict[str, Any] = response["choices"][0]
         except (LookupError, TypeError) as error:
             raise ImplementationError(
-                f"{self._url}/completions: the response contains no choices ({answer})"
+                f"{self._url}/completions: the response contains no choices ({response})"
             ) from error
         return choice
 

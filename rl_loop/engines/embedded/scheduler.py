@@ -31,7 +31,7 @@ from rl_loop.engines.protocol import (
 MAX_PREFILL_TOKENS = 8192
 """Maximum prompt tokens of one step. One sequence is always admitted, even if it is longer."""
 MIN_SHARED_PREFILL = 16
-"""Tokens of prefill that a sequence must save to wait one step for another one's prefix."""
+"""Minimum prompt tokens that a sequence saves by waiting one step for another sequence's prefix."""
 HEAD_CHUNK = 256
 """Positions whose logits are computed at a time when a text is scored."""
 
@@ -114,7 +114,7 @@ class SequenceScheduler:
             model: model to run.
             max_batch_size: maximum number of running sequences.
             reuses_prefixes: whether sequences use keys and values that other sequences computed.
-                These come from batches of other shapes, so the last bits of results depend on
+                They come from batches of different shapes, so the last bits of results depend on
                 earlier requests.
         """
         self.model = model
@@ -124,13 +124,15 @@ class SequenceScheduler:
         """Number of forward passes for generation so far."""
         self._max_batch_size = max_batch_size
         self._reuses_prefixes = reuses_prefixes
-        self._running: list[RunningSequence] = []  # index = cache row
+        self._running: list[RunningSequence] = []
+        """Sequences by their row in the cache."""
         self._waiting: deque[RunningSequence] = deque()
         self.drop_cache()
 
         # The model does not return the router's choices, so a hook on every router records them.
         # Dense models have no router.
-        self._routes: dict[int, torch.Tensor] = {}  # of the last forward pass, by layer
+        self._routes: dict[int, torch.Tensor] = {}
+        """Experts in the last forward pass, [tokens, top_k], by layer."""
         for index, layer in enumerate(model.model.layers):
             if hasattr(layer.mlp, "router"):
                 layer.mlp.router.register_forward_hook(partial(self._record_routes, index))
@@ -211,7 +213,7 @@ class SequenceScheduler:
         for row in reversed(range(len(tokens))):
             try:
                 reason = self._running[row].append(tokens[row], log_probs[row], likely[row])
-            # Only this sequence has the constraint. The others continue.
+            # The constraint belongs to this sequence only, so the others continue.
             except RuntimeError as error:
                 self._finish(row, FinishReason.ABORT, error)
                 continue
@@ -345,7 +347,7 @@ class SequenceScheduler:
         return best_row, best_length
 
     def _finish(self, row: int, reason: FinishReason, error: Exception | None = None) -> None:
-        """Return the result of one row's sequence, and move the last sequence into its row.
+        """Set the result of one row's sequence, and move the last sequence into its row.
 
         Args:
             row: row of the sequence.
@@ -358,7 +360,7 @@ class SequenceScheduler:
         # Keys, values and expert indices exist for all tokens except the last sampled one.
         processed = sequence.tokens[:-1]
         if error is None:
-            self._answer(sequence, reason, self._cache.routes[row, : len(processed)])
+            self._set_result(sequence, reason, self._cache.routes[row, : len(processed)])
         elif sequence.future.set_running_or_notify_cancel():
             sequence.future.set_exception(error)
 
@@ -375,7 +377,7 @@ class SequenceScheduler:
             # keys, and thereby the last bits of results.
             self.drop_cache()
 
-    def _answer(
+    def _set_result(
         self,
         sequence: RunningSequence,
         reason: FinishReason,
@@ -421,7 +423,7 @@ class SequenceScheduler:
         sequence.future.set_result(result)
 
     def abort(self, request_id: str | None) -> None:
-        """Return the tokens so far as the result of one request, or of all if None."""
+        """End one request, or all if None. Its result are the tokens so far."""
         # From the end, because ``_finish`` moves the last row into the gap.
         for row in reversed(range(len(self._running))):
             if request_id in (None, self._running[row].request.request_id):
@@ -430,7 +432,7 @@ class SequenceScheduler:
         for sequence in list(self._waiting):
             if request_id in (None, sequence.request.request_id):
                 self._waiting.remove(sequence)
-                self._answer(sequence, FinishReason.ABORT, routes=None)
+                self._set_result(sequence, FinishReason.ABORT, routes=None)
 
     def fail(self, error: BaseException) -> None:
         """Fail every request with ``error``, and drop the cache, which may be partially written."""

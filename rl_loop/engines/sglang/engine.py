@@ -295,7 +295,7 @@ async def score_on(
         temperature: must be 1, because SGLang has no temperature for prompts.
 
     Raises:
-        ServerError: if the server fails or scored other tokens.
+        ServerError: if the server fails or scored different tokens.
         RequestRejectedError: if the server rejects the request.
         ValueError: if ``temperature`` is not 1.
     """

@@ -17,7 +17,7 @@ def parse_log_probs(
         url: address of the server.
 
     Raises:
-        ServerError: if other tokens were scored.
+        ServerError: if different tokens were scored.
     """
     scored = [entry[1] for entry in entries]
     # SGLang 0.5.17 returns id 0 for the largest id of the vocabulary, because
@@ -25,5 +25,5 @@ def parse_log_probs(
     # the token that was sent.
     last = max(input_ids)
     if scored not in (list(input_ids), [0 if i == last else i for i in input_ids]):
-        raise ServerError(f"{url}: the server scored other tokens than those of the request")
+        raise ServerError(f"{url}: the server scored different tokens than those of the request")
     return [float(entry[0]) for entry in entries[1:]]

@@ -36,7 +36,7 @@ FINISH_REASONS = {
     "abort": FinishReason.ABORT,
 }
 STREAM_INTERVAL = 32
-"""Tokens per chunk: the most that a turn loses if its server dies."""
+"""Tokens per chunk of a stream. A turn loses at most this many tokens if its server ends."""
 
 
 @dataclass(eq=False)
@@ -48,10 +48,11 @@ class StreamedTurn:
         default_factory=lambda: GenerateResult([], [], FinishReason.ABORT)
     )
     aborted: bool = False
+    """True if the caller has aborted the turn."""
     limit: asyncio.Timeout = field(default_factory=lambda: asyncio.timeout(None))
     """Time limit, set by an abort. It ends the turn even if the server does not respond."""
     failures: Counter[str] = field(default_factory=Counter)
-    """Number of faults that this turn met, by server address."""
+    """Number of this turn's faults, by server address."""
     client: SglangClient | None = None
     """Client of the server that works on the turn. None between two servers."""
     server_request_id: str = ""
@@ -175,7 +176,7 @@ class ResponseReader:
             url: address of the server.
 
         Raises:
-            ServerError: if there are others than requested, or values are impossible.
+            ServerError: if their number differs from the request, or values are impossible.
         """
         if count == 0:
             return [[] for _ in range(tokens)]
@@ -237,7 +238,7 @@ class ResponseReader:
             uint8 or int16 [tokens, layers, top_k]. None if the server sent none.
 
         Raises:
-            ServerError: if they cannot be read or belong to another number of tokens.
+            ServerError: if they cannot be read, or their number of tokens is wrong.
             RuntimeError: if an index is out of range.
         """
         # ``check_routes_present`` reports missing experts, because it is not a fault of this
@@ -336,9 +337,9 @@ def check_routes_present(turn: StreamedTurn, url: str) -> None:
     Raises:
         RequestRejectedError: if the indices are missing.
     """
-    asked = turn.request.return_routed_experts and turn.result.output_ids
+    needs_routes = turn.request.return_routed_experts and turn.result.output_ids
     # All servers have the same options, so another server would not return them either.
-    if asked and turn.result.routed_experts is None:
+    if needs_routes and turn.result.routed_experts is None:
         raise RequestRejectedError(
             f"{url} returned no routed experts for request {turn.request.request_id}. Start the "
             "server with --enable-return-routed-experts"

@@ -36,7 +36,7 @@ async def send_weights(
 
     Raises:
         SyncError: if a server fails. The message names it.
-        WeightMismatchError: if the weights do not fit the model, or a server holds other weights
+        WeightMismatchError: if the weights do not fit the model, or a server holds different weights
             afterwards. The message names the tensor.
         GatheringError: if ``named_tensors`` raises it.
     """
@@ -83,7 +83,7 @@ class SglangSender:
 
         Raises:
             SyncError: if a server fails. The message names it.
-            WeightMismatchError: if the weights do not fit the model, or a server holds other weights
+            WeightMismatchError: if the weights do not fit the model, or a server holds different weights
                 afterwards. The message names the tensor.
             GatheringError: if ``named_tensors`` raises it.
         """

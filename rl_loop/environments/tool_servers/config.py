@@ -47,7 +47,7 @@ class ToolServerConfig(BaseModel):
     """Prefix of the tools' names in the prompt, for servers whose tools have equal names."""
     tools: list[str] | None = None
     """Tools that are offered to the policy, by their names on the server. null offers all. A judge
-    can call the others, too."""
+    can also call tools that are not offered."""
     shared: bool = False
     """Use one connection for all episodes of a rollout worker. Set it only for servers that keep
     no state between calls."""
@@ -58,7 +58,7 @@ class ToolServerConfig(BaseModel):
     """Time limit of one call. A longer call is a tool error that the policy reads, because it may have
     requested too much work."""
     max_output_bytes: int = Field(65536, gt=0)
-    """Size limit of a call's result in bytes of UTF-8. The middle of a longer text is cut out."""
+    """Size limit of a tool output in bytes of UTF-8. The middle of a longer text is cut out."""
 
     @model_validator(mode="after")
     def _check_transport(self) -> Self:

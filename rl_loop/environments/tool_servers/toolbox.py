@@ -27,7 +27,7 @@ class BoxedTool:
     """Tool of one of the servers."""
 
     connection: ServerConnection
-    described: ServerTool
+    description: ServerTool
     is_offered: bool
     """True if the tool is offered to the policy."""
 
@@ -87,7 +87,7 @@ class ToolBox:
     def offered(self) -> list[Tool]:
         """Return the tools for the prompt."""
         return [
-            Tool(name, tool.described.description, tool.described.schema)
+            Tool(name, tool.description.description, tool.description.schema)
             for name, tool in self._tools.items()
             if tool.is_offered
         ]
@@ -108,7 +108,7 @@ class ToolBox:
             InfrastructureError: if the server fails.
         """
         tool = self._tools[name]
-        return await tool.connection.call(tool.described.name, arguments)
+        return await tool.connection.call(tool.description.name, arguments)
 
     async def _connect(self, name: str, config: ToolServerConfig) -> ServerConnection:
         """Return an open connection. Raises InfrastructureError."""

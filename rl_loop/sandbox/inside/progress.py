@@ -27,7 +27,7 @@ class SharedProgress:
     time. It cannot get more than ``timeout_seconds`` for each program of the call.
     """
 
-    # The fields of ``CallProgress``.
+    # The fields of ``CallProgress``: two uint32 and a float64. The offset is in bytes.
     _FORMAT = "=IId"
     _REACHED_END_OFFSET = 4
 

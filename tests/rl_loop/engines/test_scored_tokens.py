@@ -22,5 +22,5 @@ def test_scored_tokens_have_their_log_probs(told: list[int]) -> None:
 
 @pytest.mark.parametrize("told", [[0, 511, 0, 511], [5, 0, 0, 511], [5, 511, 0], [5, 0, 1, 0]])
 def test_response_with_other_tokens_is_rejected(told: list[int]) -> None:
-    with pytest.raises(ServerError, match="http://server: the server scored other tokens"):
+    with pytest.raises(ServerError, match="http://server: the server scored different tokens"):
         parse_log_probs(entries(told), SENT, "http://server")

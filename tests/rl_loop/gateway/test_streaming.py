@@ -314,7 +314,7 @@ def test_engine_that_streams_other_tokens_fails(full: Harmony) -> None:
     async def run() -> None:
         async with talking(full, []) as talk:
             talk.session._engine.engine = LyingPolicy([turn])
-            with pytest.raises(openai.APIError, match="other tokens than it streamed"):
+            with pytest.raises(openai.APIError, match="different tokens than it streamed"):
                 await collect_chunks(talk.client)
             assert isinstance(talk.session.end, EpisodeFailed)
             assert talk.session.forest.nodes == []

@@ -139,7 +139,7 @@ def test_resume_rejects_another_tokenizer(tmp_path: Path) -> None:
     config = load_config(file, RlConfig, [*options, "vocabulary=tokenizer"])
     run = saved_run(config)
     (tmp_path / "tokenizer.json").write_text("{ }")
-    with pytest.raises(ConfigError, match=r"^tokenizer: .* trained with other token ids"):
+    with pytest.raises(ConfigError, match=r"^tokenizer: .* trained with different token ids"):
         changes_since(run, config)
 
 

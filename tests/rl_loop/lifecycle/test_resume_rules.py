@@ -296,7 +296,7 @@ def test_change_of_a_rejected_key_is_rejected(key: str, data: Path, tmp_path: Pa
 # -- kept groups ----------------------------------------------------------------------------------
 
 
-SAMPLING = sorted(key for key in RL_KEYS if find_rule(key).samples)
+SAMPLING = sorted(key for key in RL_KEYS if find_rule(key).affects_sampling)
 
 
 @pytest.mark.parametrize("key", [key for key in SAMPLING if key not in OF_CUSTOM_CODE])

@@ -189,7 +189,7 @@ def test_reference_of_a_run_with_initial_adapter_includes_it(
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        (["initial_weights=null", "quantization=null"], "was trained on another base"),
+        (["initial_weights=null", "quantization=null"], "was trained on a different base"),
         (["adapter.alpha=9"], "adapter.alpha=8.0, but the model was built with adapter.alpha=9.0"),
     ],
 )
@@ -204,7 +204,7 @@ def test_initial_adapter_of_another_base_or_settings_is_rejected(
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        (["initial_weights=null", ADAPTER], "holds adapters of another base"),
+        (["initial_weights=null", ADAPTER], "holds adapters of a different base"),
         ([ADAPTER, "adapter.alpha=9"], "adapter.alpha=8.0, but the configuration has 9.0"),
         ([], "holds adapters, but adapter is null in this run"),
     ],

@@ -61,7 +61,7 @@ class ExpertShard:
     def of(cls, rank: int, ranks: int, intermediate_size: int) -> "ExpertShard":
         """Return a rank's part, in whole blocks.
 
-        Equal to that of SGLang's ``GptOssForCausalLM._load_mxfp4_experts_weights``.
+        SGLang computes the same part in ``GptOssForCausalLM._load_mxfp4_experts_weights``.
         """
         # Floor divisions of a negative number round up. The last ranks may have fewer blocks, or
         # none.
@@ -137,6 +137,7 @@ class LayerExperts:
 
     @property
     def count(self) -> int:
+        """Number of experts."""
         return len(self.storage["w13_weight"])
 
     def whole_shape(self, name: str) -> tuple[int, ...]:

@@ -41,7 +41,7 @@ def compute_in_fp32(logits_processor: Any) -> Callable[..., Tensor]:
     def _compute_lm_head(
         self: Any, hidden_states: Tensor, lm_head: Any, embedding_bias: Tensor | None = None
     ) -> Tensor:
-        # Otherwise the original does more than one product, or computes in another dtype.
+        # Otherwise the original does more than one product, or computes in a different dtype.
         is_plain = (
             embedding_bias is None
             and not self.use_fp32_lm_head

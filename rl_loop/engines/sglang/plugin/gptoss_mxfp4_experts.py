@@ -12,7 +12,7 @@ into an unused copy. This module patches SGLang as follows:
   written into the memory that the server computes with, whose addresses CUDA graphs contain. All of
   that memory is written, including padding, because a server that slept has lost it. A server that
   starts from a checkpoint loads it in the same way.
-* A tensor raises an error that names it if it is unknown, comes twice, has another shape or dtype,
+* A tensor raises an error that names it if it is unknown, comes twice, has a different shape or dtype,
   is missing at the end of a sync, or has a scale that is too large. This holds on every rank.
   SGLang reports only errors of the first rank.
 * ``/weights_checker`` hashes the experts in their original format, read back from the memory that
