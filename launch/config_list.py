@@ -13,7 +13,7 @@ from rich.table import Table
 
 from launch.gpus import KNOWN_GPUS, planned_hardware
 from launch.placement import gpus_needed
-from megatron_gptoss.planning.memory import worst_estimate
+from megatron_gptoss.planning.memory import predict_fullest_stage
 from megatron_gptoss.planning.memory_advice import ACCURACY, Hardware, exceeds_memory
 from rl_loop.config.errors import ConfigError
 from rl_loop.config.every_run import RunConfig
@@ -157,7 +157,7 @@ def _method(config: RunConfig) -> str:
 def _prediction(config: RunConfig, hardware: Hardware) -> dict[str, Any]:
     """Return the fields of ListedConfig about memory."""
     inputs = config.memory_inputs
-    needed = worst_estimate(inputs, hardware.gigabytes).peak.total / 1e9
+    needed = predict_fullest_stage(inputs, hardware.gigabytes).peak.total / 1e9
     if exceeds_memory(inputs, hardware):
         fit = "too large"
     else:

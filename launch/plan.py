@@ -13,7 +13,7 @@ from megatron_gptoss.context_parallel import (
 from megatron_gptoss.context_parallel.cost_model import H200, SchemeCost
 from megatron_gptoss.context_parallel.head_groups import BACKWARD_COPIES, copied_head_groups
 from megatron_gptoss.planning.flops import MATMUL_CEILING, training_flops
-from megatron_gptoss.planning.memory import worst_estimate
+from megatron_gptoss.planning.memory import predict_fullest_stage
 from megatron_gptoss.planning.memory_advice import Hardware, describe_layout, layouts_that_fit
 from megatron_gptoss.planning.memory_inputs import MemoryInputs
 from megatron_gptoss.planning.step_time import StepTime, predict_scoring, predict_step
@@ -296,31 +296,31 @@ def _layout_lines(
     inputs: MemoryInputs, configured: UpdatePrediction, gigabytes: float
 ) -> list[str]:
     """Return lines for the fastest layouts that fit, and for the configured layout if it fits."""
-    estimates = layouts_that_fit(inputs, gigabytes)
+    predictions = layouts_that_fit(inputs, gigabytes)
     # layouts_that_fit does not try pipelines whose last stage has fewer layers.
-    if all(layout != inputs.parallel for layout, _ in estimates):
-        estimate = worst_estimate(inputs, gigabytes)
-        if estimate.peak.total <= gigabytes * 1e9:
-            estimates.append((inputs.parallel, estimate))
+    if all(layout != inputs.parallel for layout, _ in predictions):
+        prediction = predict_fullest_stage(inputs, gigabytes)
+        if prediction.peak.total <= gigabytes * 1e9:
+            predictions.append((inputs.parallel, prediction))
     gpus = inputs.parallel.world_size
-    if not estimates:
+    if not predictions:
         return [f"no layout of the trainer's {gpus} GPUs fits"]
 
     # Layouts round up to full micro-batches differently, so compare tokens per second.
     fitting = [
-        (predict_update(replace(inputs, parallel=layout), configured.episodes), layout, estimate)
-        for layout, estimate in estimates
+        (predict_update(replace(inputs, parallel=layout), configured.episodes), layout, prediction)
+        for layout, prediction in predictions
     ]
     fitting.sort(key=lambda entry: -entry[0].tokens_per_second)
     fastest = fitting[0][0].tokens_per_second
 
     lines = [f"predicted fastest layouts of the trainer's {gpus} GPUs that fit:"]
-    for place, (update, layout, estimate) in enumerate(fitting):
+    for place, (update, layout, prediction) in enumerate(fitting):
         is_configured = layout == inputs.parallel
         # The configured layout is always shown, to compare it with the fastest.
         if place >= LAYOUTS_SHOWN and not is_configured:
             continue
-        needed = estimate.peak.total / 1e9
+        needed = prediction.peak.total / 1e9
         line = f"  {describe_layout(layout, inputs.parallel)}: {needed:.1f} GB, {update}"
         if is_configured:
             line += "  <- configured"

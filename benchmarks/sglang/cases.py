@@ -64,8 +64,9 @@ from megatron_gptoss.samples import TrainingSamples
 from megatron_gptoss.scorer import LogProbScorer, alignment
 from rl_loop.engines.protocol import GenerateRequest, GenerateResult, SamplingParams
 from rl_loop.engines.sglang.client import SglangClient
-from rl_loop.engines.sglang.config import PLUGIN, inherited_environment
+from rl_loop.engines.sglang.config import PLUGIN
 from rl_loop.engines.sglang.engine import SglangEngine, score_on
+from rl_loop.engines.sglang.python_environment import inherited_environment
 from rl_loop.engines.sglang.server import SglangServer
 from rl_loop.weight_sync import send
 from rl_loop.weight_sync.servers import Bucket, SyncPlan

@@ -26,7 +26,8 @@ from rl_loop.certify.model import FIRST, prepare
 from rl_loop.certify.run import CertifyOptions, certify
 from rl_loop.cluster.placement import free_port
 from rl_loop.engines.sglang.client import SglangClient
-from rl_loop.engines.sglang.config import SglangConfig, inherited_environment
+from rl_loop.engines.sglang.config import SglangConfig
+from rl_loop.engines.sglang.python_environment import inherited_environment
 
 
 def parse_arguments() -> argparse.Namespace:

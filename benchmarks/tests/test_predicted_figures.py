@@ -21,7 +21,11 @@ from launch.plan import UpdatePrediction, predict_update
 from launch.rollout_plan import LoopPrediction, predict_loop
 from megatron_gptoss.config import OptimizerConfig
 from megatron_gptoss.families.gpt_oss.config import GptOssModelConfig
-from megatron_gptoss.planning.memory import MemoryEstimate, estimate_memory, worst_estimate
+from megatron_gptoss.planning.memory import (
+    MemoryPrediction,
+    predict_fullest_stage,
+    predict_stage_memory,
+)
 from megatron_gptoss.planning.memory_advice import Hardware
 from rl_loop.config.load import load_rl_config
 from rl_loop.config.run import RlConfig
@@ -173,7 +177,7 @@ def test_predicted_memory_of_a_trainer_equals_the_plan(monkeypatch: pytest.Monke
     ((gpus, args),) = parse_cases(text)
     monkeypatch.setattr(cases.dist, "get_world_size", lambda: gpus)
     inputs = cases.memory_inputs(args, step_trainer(args), build_batches(args))
-    estimate = estimate_memory(inputs, GIGABYTES["H200"])
+    estimate = predict_stage_memory(inputs, GIGABYTES["H200"])
     for row in rows:
         phase = estimate.phase(row["Phase"])
         assert_shown(row["Tensors, predicted GB"], phase.trainer / 1e9)
@@ -212,8 +216,8 @@ def planned(words: list[str]) -> tuple[RlConfig, float]:
     return load_rl_config(ROOT / path, overrides), GIGABYTES[gpu]
 
 
-def predict_memory(config: RlConfig, gigabytes: float) -> MemoryEstimate:
-    return worst_estimate(config.memory_inputs, gigabytes)
+def predict_memory(config: RlConfig, gigabytes: float) -> MemoryPrediction:
+    return predict_fullest_stage(config.memory_inputs, gigabytes)
 
 
 def loop_command(run: str) -> list[str]:
@@ -230,7 +234,7 @@ def loop_command(run: str) -> list[str]:
     return words + shlex.split(row["Appended settings"].replace("`", " ").replace(",", " "))
 
 
-def loop_estimate(run: str) -> MemoryEstimate:
+def loop_estimate(run: str) -> MemoryPrediction:
     """Return the predicted memory of a run of docs/performance/loop.md."""
     return predict_memory(*planned(loop_command(run)))
 
@@ -297,7 +301,7 @@ def test_predicted_rollouts_equal_the_plan_and_agree_with_runs(heading: str, gpu
             assert sentence in page, "the page names every prediction that is far off"
 
 
-def prediction(words: list[str]) -> tuple[LoopPrediction, UpdatePrediction, MemoryEstimate]:
+def prediction(words: list[str]) -> tuple[LoopPrediction, UpdatePrediction, MemoryPrediction]:
     """Return the loop, the full update and the memory that the words of a command describe."""
     config, gigabytes = planned(words)
     inputs = config.memory_inputs

@@ -59,7 +59,7 @@ from megatron_gptoss.layers import grouped_gemm
 from megatron_gptoss.layers.merge import merge, merge_mxfp4
 from megatron_gptoss.model import build_model
 from megatron_gptoss.packing import PackedBatch, build_batch
-from megatron_gptoss.planning.memory import estimate_memory
+from megatron_gptoss.planning.memory import predict_stage_memory
 from megatron_gptoss.planning.memory_inputs import MemoryInputs
 from megatron_gptoss.samples import TrainingSamples
 from megatron_gptoss.step_results import LossOutput
@@ -233,7 +233,7 @@ def predicted_peak(
         adapter=adapter,
         quantization=quantization,
     )
-    phases = {phase.name: phase for phase in estimate_memory(inputs, gigabytes=1e3).phases}
+    phases = {phase.name: phase for phase in predict_stage_memory(inputs, gigabytes=1e3).phases}
     return phases["update"].trainer / 1e9
 
 

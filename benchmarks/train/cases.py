@@ -74,7 +74,7 @@ from megatron_gptoss.matmul_ceiling import matmul_ceiling
 from megatron_gptoss.model import build_model
 from megatron_gptoss.packing import PackedBatch
 from megatron_gptoss.planning.flops import forward_flops
-from megatron_gptoss.planning.memory import MemoryEstimate, MemoryPhase, estimate_memory
+from megatron_gptoss.planning.memory import MemoryPhase, MemoryPrediction, predict_stage_memory
 from megatron_gptoss.planning.memory_inputs import MemoryInputs
 from megatron_gptoss.planning.step_time import predict_step
 from megatron_gptoss.scorer import gather_parameters
@@ -368,7 +368,7 @@ def predicted_step(
     )
     phases = {
         phase.name: phase
-        for phase in estimate_memory(memory_inputs(args, trainer, batches), 1e3).phases
+        for phase in predict_stage_memory(memory_inputs(args, trainer, batches), 1e3).phases
     }
     return {
         "predicted_seconds": time_of.total,
@@ -479,11 +479,11 @@ def memory_estimate(
     args: argparse.Namespace,
     trainer: PolicyTrainer,
     batches: list[PackedBatch],
-) -> MemoryEstimate:
+) -> MemoryPrediction:
     """Return the predicted memory of the trainer on this GPU."""
     _, total = torch.cuda.mem_get_info()
     stage = parallel_state.get_pipeline_model_parallel_rank()
-    return estimate_memory(memory_inputs(args, trainer, batches), total / 1e9, stage)
+    return predict_stage_memory(memory_inputs(args, trainer, batches), total / 1e9, stage)
 
 
 def memory_inputs(

@@ -141,8 +141,8 @@ class MemoryPhase:
 
 
 @dataclass(frozen=True)
-class MemoryEstimate:
-    """Memory estimate for a GPU of one pipeline stage, by phase."""
+class MemoryPrediction:
+    """Predicted memory of a GPU of one pipeline stage, by phase."""
 
     memory: UpdateMemory
     """Parts of the update."""
@@ -202,7 +202,9 @@ def predict_update_memory(inputs: MemoryInputs, stage: int = 0) -> UpdateMemory:
     )
 
 
-def estimate_memory(inputs: MemoryInputs, gigabytes: float, stage: int = 0) -> MemoryEstimate:
+def predict_stage_memory(
+    inputs: MemoryInputs, gigabytes: float, stage: int = 0
+) -> MemoryPrediction:
     """Predict the memory of every phase for one pipeline stage.
 
     Args:
@@ -251,14 +253,14 @@ def estimate_memory(inputs: MemoryInputs, gigabytes: float, stage: int = 0) -> M
     for trained in trained_models(inputs, stage):
         state = optimizer_state(trained, inputs.parallel)
         host += HOST_ROUNDING * trained.optimizer.offload_fraction * state
-    return MemoryEstimate(
+    return MemoryPrediction(
         memory=memory,
         phases=_phases(inputs, needs, stage),
         host=host,
     )
 
 
-def worst_estimate(inputs: MemoryInputs, gigabytes: float) -> MemoryEstimate:
+def predict_fullest_stage(inputs: MemoryInputs, gigabytes: float) -> MemoryPrediction:
     """Predict the memory of every phase for the pipeline stage with the highest peak.
 
     Args:
@@ -266,8 +268,8 @@ def worst_estimate(inputs: MemoryInputs, gigabytes: float) -> MemoryEstimate:
         gigabytes: memory of the GPU in units of 1e9 bytes.
     """
     stages = range(inputs.parallel.pipeline)
-    estimates = [estimate_memory(inputs, gigabytes, stage) for stage in stages]
-    return max(estimates, key=lambda estimate: estimate.peak.total)
+    predictions = [predict_stage_memory(inputs, gigabytes, stage) for stage in stages]
+    return max(predictions, key=lambda prediction: prediction.peak.total)
 
 
 def fits(inputs: MemoryInputs, gigabytes: float) -> bool:
@@ -277,7 +279,7 @@ def fits(inputs: MemoryInputs, gigabytes: float) -> bool:
         inputs: models, layout, batch and servers.
         gigabytes: memory of the GPU in units of 1e9 bytes.
     """
-    return worst_estimate(inputs, gigabytes).peak.total <= gigabytes * 1e9
+    return predict_fullest_stage(inputs, gigabytes).peak.total <= gigabytes * 1e9
 
 
 @dataclass(frozen=True)

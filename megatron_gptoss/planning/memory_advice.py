@@ -1,4 +1,4 @@
-"""Text of ``gptoss plan``: the memory estimate, and layouts and settings that fit."""
+"""Text of ``gptoss plan``: the memory prediction, and layouts and settings that fit."""
 
 import math
 from collections.abc import Iterator
@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass, replace
 from itertools import product
 
 from megatron_gptoss.config import ParallelConfig, check_quantization
-from megatron_gptoss.planning.memory import MemoryEstimate, worst_estimate
+from megatron_gptoss.planning.memory import MemoryPrediction, predict_fullest_stage
 from megatron_gptoss.planning.memory_inputs import MemoryInputs
 from megatron_gptoss.planning.state_memory import host_memory_of_save
 
@@ -31,7 +31,7 @@ class Hardware:
 def layouts_that_fit(
     inputs: MemoryInputs,
     gigabytes: float,
-) -> list[tuple[ParallelConfig, MemoryEstimate]]:
+) -> list[tuple[ParallelConfig, MemoryPrediction]]:
     """Return the layouts for the same number of GPUs that fit, simplest first.
 
     All other settings stay unchanged.
@@ -45,9 +45,9 @@ def layouts_that_fit(
         # The number of micro-batches follows from the data-parallel size, which differs between
         # layouts.
         changed = replace(inputs, parallel=layout).with_sequences(inputs.sequences)
-        estimate = worst_estimate(changed, gigabytes)
-        if estimate.peak.total <= gigabytes * 1e9:
-            fitting.append((layout, estimate))
+        prediction = predict_fullest_stage(changed, gigabytes)
+        if prediction.peak.total <= gigabytes * 1e9:
+            fitting.append((layout, prediction))
     return sorted(fitting, key=lambda entry: _complexity(entry[0]))
 
 
@@ -83,7 +83,7 @@ def _possible_layouts(inputs: MemoryInputs) -> Iterator[ParallelConfig]:
             yield layout
 
 
-def smaller_settings(inputs: MemoryInputs, gigabytes: float) -> list[tuple[str, MemoryEstimate]]:
+def smaller_settings(inputs: MemoryInputs, gigabytes: float) -> list[tuple[str, MemoryPrediction]]:
     """Return settings that need less memory. Each includes all settings before it.
 
     Args:
@@ -91,7 +91,7 @@ def smaller_settings(inputs: MemoryInputs, gigabytes: float) -> list[tuple[str, 
         gigabytes: memory of a GPU, in units of 1e9 bytes.
 
     Returns:
-        Pairs of a configuration override and the resulting estimate. Settings that cost the least
+        Pairs of a configuration override and the resulting prediction. Settings that cost the least
         time come first.
     """
     # Overrides that change nothing are left out: the configuration has them already.
@@ -99,8 +99,8 @@ def smaller_settings(inputs: MemoryInputs, gigabytes: float) -> list[tuple[str, 
     previous = inputs
     for override, changed in _successive_changes(inputs, gigabytes):
         if changed != previous:
-            estimate = worst_estimate(changed.with_sequences(inputs.sequences), gigabytes)
-            suggestions.append((override, estimate))
+            prediction = predict_fullest_stage(changed.with_sequences(inputs.sequences), gigabytes)
+            suggestions.append((override, prediction))
         previous = changed
     return suggestions
 
@@ -145,7 +145,7 @@ def _successive_changes(
     # Last, because it slows rollouts down: servers get the memory that is left, rounded down to 1%.
     engine = inputs.engine
     if engine is not None and engine.awake_fraction > 0:
-        awake = worst_estimate(inputs, gigabytes)
+        awake = predict_fullest_stage(inputs, gigabytes)
         # The phases in which the servers have all their memory.
         fullest = max(awake.phase(name).total for name in ("first_sync", "rollout")) / 1e9
         room = engine.awake_fraction + (gigabytes - fullest) / gigabytes if gigabytes else 0.0
@@ -191,20 +191,20 @@ def memory_plan(inputs: MemoryInputs, hardware: Hardware) -> str:
         hardware: machine that the plan must fit.
     """
     gigabytes = hardware.gigabytes
-    estimate = worst_estimate(inputs, gigabytes)
+    prediction = predict_fullest_stage(inputs, gigabytes)
     # The verdict comes first, because many readers need only this line.
     lines = [
-        _verdict(inputs, estimate, hardware),
+        _verdict(inputs, prediction, hardware),
         _summary(inputs, hardware),
-        *_phase_table(estimate),
+        *_phase_table(prediction),
     ]
 
-    parts = asdict(estimate.memory).items()
+    parts = asdict(prediction.memory).items()
     in_words = ", ".join(f"{name.replace('_', ' ')} {size / 1e9:.1f}" for name, size in parts)
     lines.append(f"tensors of the update, GB: {in_words}")
-    if estimate.host:
-        lines.append(_host_line(inputs, estimate, hardware))
-    lines.append(_save_line(inputs, estimate, hardware))
+    if prediction.host:
+        lines.append(_host_line(inputs, prediction, hardware))
+    lines.append(_save_line(inputs, prediction, hardware))
 
     gpus = inputs.parallel.world_size
     fitting = layouts_that_fit(inputs, gigabytes)
@@ -232,35 +232,35 @@ def exceeds_memory(inputs: MemoryInputs, hardware: Hardware) -> bool:
         inputs: models, layout and batch.
         hardware: machine that the plan must fit.
     """
-    estimate = worst_estimate(inputs, hardware.gigabytes)
-    needed, present = estimate.peak.total, hardware.gigabytes * 1e9
-    return needed > present or _host_excess(inputs, estimate, hardware) > 0
+    prediction = predict_fullest_stage(inputs, hardware.gigabytes)
+    needed, present = prediction.peak.total, hardware.gigabytes * 1e9
+    return needed > present or _host_excess(inputs, prediction, hardware) > 0
 
 
-def _verdict(inputs: MemoryInputs, estimate: MemoryEstimate, hardware: Hardware) -> str:
+def _verdict(inputs: MemoryInputs, prediction: MemoryPrediction, hardware: Hardware) -> str:
     """Return the first line of a plan: "fits" or "does not fit", with the difference."""
-    peak = estimate.peak
+    peak = prediction.peak
     needed, present = peak.total / 1e9, hardware.gigabytes
     text = f"the {peak.name} needs {needed:.1f} GB of a GPU's {present:g} GB"
     if needed > present:
         return f"does not fit: {text}, {needed - present:.1f} GB too much"
 
-    excess = _host_excess(inputs, estimate, hardware)
+    excess = _host_excess(inputs, prediction, hardware)
     if excess > 0:
         return (
             f"does not fit: {text}, but offloaded state and checkpoints need "
-            f"{_host_bytes(inputs, estimate, hardware) / 1e9:.1f} GB of a node's "
+            f"{_host_bytes(inputs, prediction, hardware) / 1e9:.1f} GB of a node's "
             f"{hardware.host_gigabytes:g} GB of memory, {excess / 1e9:.1f} GB too much"
         )
     fits = "fits" if needed <= (1 - ACCURACY) * present else "fits, but only just"
     return f"{fits}: {text}, {present - needed:.1f} GB to spare"
 
 
-def _host_excess(inputs: MemoryInputs, estimate: MemoryEstimate, hardware: Hardware) -> float:
+def _host_excess(inputs: MemoryInputs, prediction: MemoryPrediction, hardware: Hardware) -> float:
     """Return the bytes that a node's memory lacks; 0 if it is sufficient or unknown."""
     if hardware.host_gigabytes is None:
         return 0.0
-    needed = _host_bytes(inputs, estimate, hardware)
+    needed = _host_bytes(inputs, prediction, hardware)
     return max(0.0, needed - hardware.host_gigabytes * 1e9)
 
 
@@ -279,14 +279,14 @@ def _summary(inputs: MemoryInputs, hardware: Hardware) -> str:
     return f"{text}:"
 
 
-def _phase_table(estimate: MemoryEstimate) -> list[str]:
+def _phase_table(prediction: MemoryPrediction) -> list[str]:
     """Return the lines of the phase table, in GB."""
     columns = ("trainer", "servers", "overhead", "total")
     lines = ["  phase         " + "".join(f"{column:>10}" for column in columns) + "  GB"]
-    for phase in estimate.phases:
+    for phase in prediction.phases:
         sizes = (phase.trainer, phase.engine, phase.overhead, phase.total)
         cells = "".join(f"{size / 1e9:10.1f}" for size in sizes)
-        mark = "  <- peak" if phase == estimate.peak else ""
+        mark = "  <- peak" if phase == prediction.peak else ""
         lines.append(f"  {phase.name:14}{cells}{mark}")
     return lines
 
@@ -296,16 +296,16 @@ def _ranks_of_node(inputs: MemoryInputs, hardware: Hardware) -> int:
     return min(inputs.parallel.world_size, hardware.gpus_per_node)
 
 
-def _host_bytes(inputs: MemoryInputs, estimate: MemoryEstimate, hardware: Hardware) -> float:
+def _host_bytes(inputs: MemoryInputs, prediction: MemoryPrediction, hardware: Hardware) -> float:
     """Return the peak of offloaded state and checkpoints on a node, in bytes."""
     # Offloaded state stays on the host while a checkpoint is saved, so both add up.
-    offloaded = estimate.host * _ranks_of_node(inputs, hardware)
+    offloaded = prediction.host * _ranks_of_node(inputs, hardware)
     return offloaded + host_memory_of_save(inputs, hardware.gpus_per_node)
 
 
-def _host_line(inputs: MemoryInputs, estimate: MemoryEstimate, hardware: Hardware) -> str:
+def _host_line(inputs: MemoryInputs, prediction: MemoryPrediction, hardware: Hardware) -> str:
     """Return the line about host memory for offloaded optimizer state."""
-    needed = estimate.host * _ranks_of_node(inputs, hardware) / 1e9
+    needed = prediction.host * _ranks_of_node(inputs, hardware) / 1e9
     return (
         f"host memory: {needed:.1f} GB, pinned, for the optimizer state of "
         f"{_describe_node(inputs, hardware)}, "
@@ -313,10 +313,10 @@ def _host_line(inputs: MemoryInputs, estimate: MemoryEstimate, hardware: Hardwar
     )
 
 
-def _save_line(inputs: MemoryInputs, estimate: MemoryEstimate, hardware: Hardware) -> str:
+def _save_line(inputs: MemoryInputs, prediction: MemoryPrediction, hardware: Hardware) -> str:
     """Return the line about host memory while a checkpoint is saved."""
     needed = host_memory_of_save(inputs, hardware.gpus_per_node) / 1e9
-    more = " more" if estimate.host else ""
+    more = " more" if prediction.host else ""
     text = (
         f"host memory while a checkpoint is saved: {needed:.1f} GB{more} on the fullest node, for "
         "the weights and the fp32 optimizer state of its ranks"
@@ -324,8 +324,8 @@ def _save_line(inputs: MemoryInputs, estimate: MemoryEstimate, hardware: Hardwar
     if hardware.host_gigabytes is None:
         return text
 
-    all_needed = _host_bytes(inputs, estimate, hardware) / 1e9
-    together = f"; {all_needed:.1f} GB in total" if estimate.host else ""
+    all_needed = _host_bytes(inputs, prediction, hardware) / 1e9
+    together = f"; {all_needed:.1f} GB in total" if prediction.host else ""
     relation = "more than" if all_needed > hardware.host_gigabytes else "of"
     return f"{text}{together}, {relation} its {hardware.host_gigabytes:.0f} GB"
 

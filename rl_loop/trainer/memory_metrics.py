@@ -6,19 +6,21 @@ import torch
 import torch.distributed as dist
 
 from megatron_gptoss.gpu_memory import PhasePeak
-from megatron_gptoss.planning.memory import MemoryEstimate
+from megatron_gptoss.planning.memory import MemoryPrediction
 
 
-def memory_metrics(peaks: Mapping[str, PhasePeak], estimate: MemoryEstimate) -> dict[str, float]:
+def memory_metrics(
+    peaks: Mapping[str, PhasePeak], prediction: MemoryPrediction
+) -> dict[str, float]:
     """Return ``PHASE/FIGURE`` -> GB (1e9 bytes) of one GPU.
 
     Args:
         peaks: measured peaks of each phase: memory that torch allocated, memory that torch
             reserved, and memory in use on the whole GPU, including servers.
-        estimate: memory estimate. For its phases, the predictions for tensors and for the whole GPU
+        prediction: predicted memory. For its phases, the predictions for tensors and for the whole GPU
             are included.
     """
-    predicted = {phase.name: phase for phase in estimate.phases}
+    predicted = {phase.name: phase for phase in prediction.phases}
 
     values: dict[str, float] = {}
     for name, peak in peaks.items():

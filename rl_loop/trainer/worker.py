@@ -26,7 +26,7 @@ from megatron_gptoss.layers.attention import slow_reasons
 from megatron_gptoss.model import freeze
 from megatron_gptoss.out_of_memory import out_of_memory_explained
 from megatron_gptoss.packing import PackedBatch
-from megatron_gptoss.planning.memory import estimate_memory
+from megatron_gptoss.planning.memory import predict_stage_memory
 from megatron_gptoss.routing_replay import RoutingReplay
 from megatron_gptoss.scorer import LogProbScorer, alignment, gather_parameters
 from megatron_gptoss.step_results import LossFunction, StepStatistics
@@ -161,7 +161,9 @@ class TrainerWorker:
         if measured is None:
             return {}
         stage = parallel_state.get_pipeline_model_parallel_rank()
-        predicted = estimate_memory(self.settings.memory_inputs, measured.gpu_total / 1e9, stage)
+        predicted = predict_stage_memory(
+            self.settings.memory_inputs, measured.gpu_total / 1e9, stage
+        )
         device = next(self.model.parameters()).device
         return max_over_ranks(memory_metrics(measured.peaks, predicted), device)
 

@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 from launch import gpus
 from launch.cli import app
 from launch.config_list import listed_configs
-from megatron_gptoss.planning.memory import worst_estimate
+from megatron_gptoss.planning.memory import predict_fullest_stage
 from rl_loop.config.load import load_rl_config
 from rl_loop.config.shipped import shipped_files
 from tests.support.processor_speed import slowness
@@ -66,7 +66,7 @@ def test_every_shipped_configuration_has_a_row() -> None:
 def test_row_has_the_values_of_configuration_and_header() -> None:
     row = listed("--fits", "80")["rl", "gpt-oss-20b-adapter_1x1_80gb"]
     config = load_rl_config(Path("gpt-oss-20b-adapter_1x1_80gb"))
-    peak = worst_estimate(config.memory_inputs, 80).peak.total / 1e9
+    peak = predict_fullest_stage(config.memory_inputs, 80).peak.total / 1e9
     assert row == {
         "name": "gpt-oss-20b-adapter_1x1_80gb",
         "command": "rl",

@@ -19,7 +19,7 @@ from launch.plan import attention_plan, disk_plan, step_plan
 from launch.submit import describe_launch
 from megatron_gptoss.config import ParallelConfig
 from megatron_gptoss.packing import schedule
-from megatron_gptoss.planning.memory import worst_estimate
+from megatron_gptoss.planning.memory import predict_fullest_stage
 from megatron_gptoss.planning.memory_advice import Hardware, layouts_that_fit, memory_plan
 from megatron_gptoss.planning.memory_inputs import MemoryInputs
 from megatron_gptoss.planning.parameter_counts import parameters_per_gpu
@@ -152,7 +152,7 @@ def test_every_shipped_configuration_fits_the_gpu_that_it_names(path: Path) -> N
     config = load_config(path, SftConfig if path.parent.name == "sft" else RlConfig)
     if not path.stem.startswith("tiny"):
         assert read_gpu(path) == (config.gpu_gb or H200), "comment and key disagree"
-    needed = worst_estimate(config.memory_inputs, read_gpu(path))
+    needed = predict_fullest_stage(config.memory_inputs, read_gpu(path))
     assert needed.peak.total / 1e9 <= read_gpu(path), needed.phases
 
 
@@ -373,7 +373,7 @@ def test_advice_of_the_plan_is_valid_and_has_the_promised_memory(path: Path) -> 
         plan = memory_plan(inputs_with(*configured), Hardware(gigabytes))
         advice = parse_advice(plan, configured)
         for overrides, promised in advice:
-            needed = worst_estimate(inputs_with(*overrides), gigabytes).peak.total
+            needed = predict_fullest_stage(inputs_with(*overrides), gigabytes).peak.total
             assert f"{needed / 1e9:.1f}" == promised, overrides
         applied += len(advice)
     assert applied > 3
@@ -411,7 +411,7 @@ def test_the_fastest_layouts_validate_too() -> None:
     for row in rows:
         layout = row.strip().partition(":")[0]
         changed = load_config(path, RlConfig, [*changes, *layout_overrides(layout)]).memory_inputs
-        assert f": {worst_estimate(changed, H200).peak.total / 1e9:.1f} GB," in row
+        assert f": {predict_fullest_stage(changed, H200).peak.total / 1e9:.1f} GB," in row
 
 
 FAKE_NVIDIA_SMI = """#!/bin/sh

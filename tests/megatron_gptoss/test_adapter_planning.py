@@ -20,7 +20,7 @@ from megatron_gptoss.layers.adapters import LowRank, named_adapters
 from megatron_gptoss.model import build_model
 from megatron_gptoss.planning.activation_memory import activation_bytes
 from megatron_gptoss.planning.flops import forward_flops, training_flops
-from megatron_gptoss.planning.memory import estimate_memory, predict_update_memory
+from megatron_gptoss.planning.memory import predict_stage_memory, predict_update_memory
 from megatron_gptoss.planning.memory_advice import (
     Hardware,
     layouts_that_fit,
@@ -116,10 +116,10 @@ def test_only_adapters_have_gradients_and_optimizer_state() -> None:
     assert memory.gradients == 4 * adapters
     assert memory.optimizer == 10 * adapters  # 2 bytes of the master weight, two moments
 
-    start = estimate_memory(inputs, H200).phase("start").trainer
+    start = predict_stage_memory(inputs, H200).phase("start").trainer
     not_yet = merged_weight_bytes(GPT_OSS_20B, inputs.parallel)  # nothing is merged at the start
     assert start == memory.weights - not_yet + memory.gradients + 2 * adapters
-    saved = estimate_memory(inputs, H200).phase("checkpoint").trainer - memory.persistent
+    saved = predict_stage_memory(inputs, H200).phase("checkpoint").trainer - memory.persistent
     # A bucket of gathered state. A factor of all experts of a layer, the largest parameter, fills
     # it.
     assert saved == 2 * 4 * (40_000_000 + 32 * 8 * 5760)

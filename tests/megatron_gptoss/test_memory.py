@@ -25,10 +25,10 @@ from megatron_gptoss.planning.activation_memory import (
     expert_load,
 )
 from megatron_gptoss.planning.memory import (
-    estimate_memory,
     fits,
+    predict_fullest_stage,
+    predict_stage_memory,
     predict_update_memory,
-    worst_estimate,
 )
 from megatron_gptoss.planning.memory_advice import (
     Hardware,
@@ -158,7 +158,7 @@ def test_scoring_peak_prediction_is_within_3_percent(
     layout = ParallelConfig(**parallel)
     model = GptOssModelConfig(num_layers=layers, num_experts=32)
     inputs = MemoryInputs(model, layout, OptimizerConfig(**optimizer), tokens)
-    scoring = estimate_memory(inputs, H200).phase("scoring")
+    scoring = predict_stage_memory(inputs, H200).phase("scoring")
     assert scoring.trainer / 1e9 == pytest.approx(measured, rel=0.03)
 
 
@@ -173,9 +173,9 @@ def test_start_memory_of_20b_on_2_gpus_matches_measurement() -> None:
     time.
     """
     optimizer = OptimizerConfig(moment_dtype="bf16", gradient_dtype="bf16")
-    start = estimate_memory(MemoryInputs(GPT_OSS_20B, TWO_GPUS, optimizer, 16_384), H200).phase(
-        "start"
-    )
+    start = predict_stage_memory(
+        MemoryInputs(GPT_OSS_20B, TWO_GPUS, optimizer, 16_384), H200
+    ).phase("start")
     assert start.total / GIB == pytest.approx(66.8, rel=0.05)
     assert start.total / GIB == pytest.approx(H200 * 1e9 / GIB - 41.83e9 / GIB / 0.532, rel=0.05)
 
@@ -196,7 +196,7 @@ def test_phase_memory_of_12_layers_matches_measurement(
     )
     half = GptOssModelConfig(num_layers=12, num_experts=32)
     inputs = MemoryInputs(half, THRIFTY, optimizer, 16_384, micro_batches=4)
-    predicted = estimate_memory(inputs, H200).phase(phase)
+    predicted = predict_stage_memory(inputs, H200).phase(phase)
     assert predicted.trainer / 1e9 == pytest.approx(allocated, rel=0.02)
     assert predicted.total / 1e9 == pytest.approx(gpu, rel=0.05)
 
@@ -205,7 +205,7 @@ def test_phase_keeps_cached_memory_until_the_trainer_releases_it() -> None:
     def held(offload: float, engine: EngineMemory | None) -> dict[str, float]:
         optimizer = OptimizerConfig(gradient_dtype="bf16", offload_fraction=offload)
         inputs = MemoryInputs(GPT_OSS_20B, TWO_GPUS, optimizer, 16_384, engine=engine)
-        shown = estimate_memory(inputs, H200)
+        shown = predict_stage_memory(inputs, H200)
         assert shown.peak.name == "update"
         return {phase.name: phase.total for phase in shown.phases}
 
@@ -227,7 +227,9 @@ def test_weights_are_held_twice_at_start_without_offload() -> None:
         """Return the bytes at the start in addition to weights and gradients."""
         built = predict_update_memory(inputs)
         return (
-            estimate_memory(inputs, H200).phase("start").trainer - built.weights - built.gradients
+            predict_stage_memory(inputs, H200).phase("start").trainer
+            - built.weights
+            - built.gradients
         )
 
     resident = MemoryInputs(GPT_OSS_20B, TWO_GPUS, OptimizerConfig(), 16_384)
@@ -251,7 +253,9 @@ def test_update_memory_of_12_layers_matches_measurement() -> None:
     """
     half = GptOssModelConfig(num_layers=12, num_experts=32)
     optimizer = OptimizerConfig(moment_dtype="bf16", gradient_dtype="bf16")
-    update = estimate_memory(MemoryInputs(half, TWO_GPUS, optimizer, 16_384), H200).phase("update")
+    update = predict_stage_memory(MemoryInputs(half, TWO_GPUS, optimizer, 16_384), H200).phase(
+        "update"
+    )
     assert (update.trainer + update.overhead) / GIB == pytest.approx(87.2, rel=0.1)
 
 
@@ -265,7 +269,7 @@ def test_server_memory_depends_on_awake_asleep_and_sync() -> None:
         sync_bytes=3 * 10**9,
         working_bytes=6 * 10**9,
     )
-    shared = estimate_memory(replace(alone, engine=engine), 100.0)
+    shared = predict_stage_memory(replace(alone, engine=engine), 100.0)
 
     held = {phase.name: phase.engine / 1e9 for phase in shared.phases}
     assert held == {
@@ -279,7 +283,7 @@ def test_server_memory_depends_on_awake_asleep_and_sync() -> None:
         "optimizer": 7,
         "checkpoint": 7,
     }
-    phases = {phase.name: phase for phase in estimate_memory(alone, 100.0).phases}
+    phases = {phase.name: phase for phase in predict_stage_memory(alone, 100.0).phases}
     assert phases.keys() == {"start", "scoring", "update", "optimizer", "checkpoint"}
     for name, phase in phases.items():
         assert phase.trainer == shared.phase(name).trainer
@@ -295,7 +299,7 @@ def test_sync_memory_has_two_buckets_and_an_incoming_parameter() -> None:
         """Return the bytes of a sync on top of the persistent trainer, and the servers' bytes."""
         inputs = MemoryInputs(GPT_OSS_20B, TWO_GPUS, OptimizerConfig(), 16_384, engine=engine)
         inputs = replace(inputs, **changes)
-        sync = estimate_memory(inputs, H200).phase("sync")
+        sync = predict_stage_memory(inputs, H200).phase("sync")
         return sync.trainer - predict_update_memory(inputs).persistent, sync.engine
 
     gate_up, down, one_expert = (2 * n * 2880 * 2880 for n in (64, 32, 2))
@@ -325,7 +329,7 @@ def test_sync_memory_has_two_buckets_and_an_incoming_parameter() -> None:
 def test_expert_parallel_fragmentation_grows_with_load_imbalance() -> None:
     def gaps(layout: ParallelConfig) -> float:
         inputs = MemoryInputs(GPT_OSS_20B, layout, OptimizerConfig(), 16_384)
-        update = estimate_memory(inputs, H200).phase("update")
+        update = predict_stage_memory(inputs, H200).phase("update")
         overhead = memory.CONTEXT_BYTES
         if layout.world_size > 1:
             overhead += memory.COMMUNICATION_BYTES
@@ -356,7 +360,7 @@ def test_checkpoint_memory_covers_largest_megatron_bucket(
     stage = layout.pipeline - 1 if is_last_stage else 0
     model = GPT_OSS_20B.model_copy(update={"vocab_size": vocab_size})
     inputs = MemoryInputs(model, layout, OptimizerConfig(), 16_384)
-    phase = estimate_memory(inputs, H200, stage).phase("checkpoint")
+    phase = predict_stage_memory(inputs, H200, stage).phase("checkpoint")
     predicted = phase.trainer - predict_update_memory(inputs, stage).persistent
 
     gathered = 0.0
@@ -438,9 +442,11 @@ def test_offloaded_state_counts_on_host_and_in_parts_on_gpu() -> None:
     inputs = MemoryInputs(GPT_OSS_20B, TWO_GPUS, BF16_MOMENTS, 16_384)
     half = replace(inputs, optimizer=OptimizerConfig(moment_dtype="bf16", offload_fraction=0.5))
     state = predict_update_memory(inputs).optimizer
-    assert estimate_memory(inputs, H200).host == 0
-    assert estimate_memory(half, H200).host == pytest.approx(0.5 * state * memory.HOST_ROUNDING)
-    step = estimate_memory(half, H200).phase("optimizer").trainer
+    assert predict_stage_memory(inputs, H200).host == 0
+    assert predict_stage_memory(half, H200).host == pytest.approx(
+        0.5 * state * memory.HOST_ROUNDING
+    )
+    step = predict_stage_memory(half, H200).phase("optimizer").trainer
     part = 6 * max(PART_ELEMENTS, 201_088 * 2880 / 2)
     assert step - predict_update_memory(half).persistent == pytest.approx(part)
 
@@ -486,7 +492,7 @@ def test_both_models_fit_on_the_expected_gpus(model: GptOssModelConfig, gpus: in
     assert layouts
     for layout, needed in layouts:
         assert layout.world_size == gpus
-        assert needed == worst_estimate(replace(training, parallel=layout), H200)
+        assert needed == predict_fullest_stage(replace(training, parallel=layout), H200)
         assert fits(replace(training, parallel=layout), H200)
 
 
@@ -530,7 +536,7 @@ def test_each_suggestion_takes_less_than_the_one_before() -> None:
     parallel = ParallelConfig(world_size=4, expert=4)
     training = MemoryInputs(GPT_OSS_20B, parallel, OptimizerConfig(), 32_768)
     found = smaller_settings(training, H200)
-    totals = [worst_estimate(training, H200).peak.total, *(a.peak.total for _, a in found)]
+    totals = [predict_fullest_stage(training, H200).peak.total, *(a.peak.total for _, a in found)]
     assert len(found) == 5 and totals == sorted(totals, reverse=True) and len(set(totals)) == 6
     bf16 = OptimizerConfig(moment_dtype="bf16", gradient_dtype="bf16")
     again = parallel.model_copy(update={"recompute": ("moe",)})
@@ -703,7 +709,7 @@ def test_the_ranks_that_write_a_checkpoint_need_host_memory() -> None:
 def test_the_table_shows_every_phase_and_which_needs_most() -> None:
     engine = EngineMemory(awake_fraction=0.5, asleep_bytes=7 * 10**9, sync_bytes=3 * 10**9)
     inputs = MemoryInputs(GPT_OSS_20B, TWO_GPUS, BF16_MOMENTS, 16_384, engine=engine)
-    shown = estimate_memory(inputs, H200)
+    shown = predict_stage_memory(inputs, H200)
     lines = memory_plan(inputs, Hardware(H200, "H200")).splitlines()
     assert lines[0].startswith(f"does not fit: the {shown.peak.name} needs ")
     assert lines[1] == "memory per H200, in bf16, 16384 tokens per micro-batch:"

@@ -2,7 +2,6 @@
 
 import os
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any, Literal, Self
@@ -13,9 +12,9 @@ from megatron_gptoss.config import AdapterConfig, ModelConfig, Quantization
 from megatron_gptoss.config.precision import DTYPE_NAMES
 from megatron_gptoss.planning.memory_inputs import EngineMemory
 from rl_loop.engines.backend import EngineConfig, EngineUnavailableError, ServerProcesses
+from rl_loop.engines.sglang.colocated_memory import colocated_engine_memory
 from rl_loop.engines.sglang.gpu_memory import (
     MAX_ADAPTER_RANK,
-    WORKING_BYTES,
     ServerNeeds,
     windowed_cache_share,
 )
@@ -23,6 +22,7 @@ from rl_loop.engines.sglang.prefills import (
     PREFILL_GRAPH_TOKENS,
     gather_passes,
 )
+from rl_loop.engines.sglang.python_environment import can_import, inherited_environment
 
 PLUGIN = Path(__file__).parent / "plugin"
 """Directory with plugins for SGLang, part of every server's PYTHONPATH."""
@@ -48,26 +48,6 @@ MXFP4_BUCKET_BYTES = 2 << 30
 
 The duration of their sync depends on the number of requests: 11 for the 20B instead of 20
 (docs/quantization.md).
-"""
-ASLEEP_BYTES = 1_650_000_000
-"""GPU memory of a sleeping server: context, libraries, kernels, input buffers of CUDA graphs.
-
-Measured with the 20B on an H200: 1.62 GB (``benchmarks/sglang/memory.py``).
-"""
-TENSOR_PARALLEL_ASLEEP_BYTES = 1_300_000_000
-"""Additional memory of a sleeping server with tensor parallelism, on each GPU, per rank.
-
-Measured on H200 with the 120B and the 20B. Compared with one rank per server, a GPU with a trainer
-and a sleeping server had 2.8 to 2.9 GB more with 2 ranks, and 4.3 to 5.1 GB more with 4 ranks. The
-memory that torch's allocator held in the trainer is not counted. According to SGLang's log, process
-groups are 1.1 and 1.4 GB of it. The origin of the rest is not measured.
-"""
-RECEIVING_BYTES = 1_500_000_000
-"""Memory of a server in a weight sync, without weights and cache.
-
-CUDA graphs, which exist from the start, take 0.7 GB for up to 256 requests. Receiving tensors takes
-as much. Measured in the first syncs of runs on 1, 2 and 4 H200: 1.5 GB, and 0.9 GB with graphs for
-up to 32 requests.
 """
 
 
@@ -279,7 +259,7 @@ class SglangConfig(EngineConfig):
 
     @property
     def holds_base(self) -> bool:
-        """True if servers still have their weights at the next sync, and the transport can leave them out."""
+        """True if servers keep their weights until the next sync, and the transport can leave them out."""
         return self.weight_sync != "disk" and (self.keep_weights or not self.colocated)
 
     @property
@@ -295,7 +275,7 @@ class SglangConfig(EngineConfig):
     def uses_fused_window_attention(self) -> bool:
         """True if servers decode windowed layers with the plugin's kernel.
 
-        It replaces fa3. It sums in another order than a prefill does.
+        It replaces fa3. The order of its sums differs from that of a prefill.
         """
         return self.attention_backend == "fa3" and not self.deterministic and not self.is_on_cpus
 
@@ -355,25 +335,12 @@ class SglangConfig(EngineConfig):
         if not self.colocated:
             return None
 
-        # The first rank of a server opens the memory of the trainer's GPU. The other ranks copy
-        # whole tensors to their own GPUs (``_unwrap_tensor`` of SGLang 0.5.17).
-        asleep = ASLEEP_BYTES
-        shares_model = self.tensor_parallel > 1
-        if shares_model:
-            asleep += TENSOR_PARALLEL_ASLEEP_BYTES * self.tensor_parallel
-        weights = self.server_needs(model, dtype, adapter).weights
-        if self.keep_weights:
-            # A sync needs no further memory for them.
-            asleep += weights
-            weights = 0
-        return EngineMemory(
-            awake_fraction=self.memory_fraction,
-            asleep_bytes=asleep,
-            weight_bytes=weights,
-            sync_bytes=RECEIVING_BYTES,
-            working_bytes=WORKING_BYTES,
+        return colocated_engine_memory(
+            weight_bytes=self.server_needs(model, dtype, adapter).weights,
+            tensor_parallel=self.tensor_parallel,
+            memory_fraction=self.memory_fraction,
+            keep_weights=self.keep_weights,
             bucket_bytes=self.resolved_bucket_bytes,
-            copies_buckets=shares_model,
             has_mxfp4_experts=self.has_mxfp4_experts,
         )
 
@@ -399,7 +366,8 @@ class SglangConfig(EngineConfig):
                 "for this key"
             )
 
-        if not self._can_import(python, "sglang"):
+        environment = inherited_environment() | self.environment
+        if not can_import(python, "sglang", environment):
             raise EngineUnavailableError(
                 f"rollout.engine.python: {python} has no SGLang. `gptoss doctor --install-engine "
                 "DIR` installs it and prints the value for this key"
@@ -407,7 +375,7 @@ class SglangConfig(EngineConfig):
 
         # A wrapper that replaces PYTHONPATH would start servers without the plugin's patches, and
         # without an error.
-        if self.has_plugin and not self._can_import(python, PLUGIN_MODULE):
+        if self.has_plugin and not can_import(python, PLUGIN_MODULE, environment):
             raise EngineUnavailableError(
                 f"rollout.engine.python: {python} ignores PYTHONPATH, by which servers find the "
                 f"plugin for {', '.join(self._patches)}. Let the wrapper keep PYTHONPATH"
@@ -417,19 +385,6 @@ class SglangConfig(EngineConfig):
     def has_plugin(self) -> bool:
         """True if servers load the plugin."""
         return self.environment.get("SGLANG_PLUGINS") != "none"
-
-    def _can_import(self, python: str, module: str) -> bool:
-        """Return True if a server's interpreter, with a server's environment, finds ``module``."""
-        # ``find_spec`` does not import SGLang, which takes many seconds.
-        find = f"import importlib.util, sys; sys.exit(importlib.util.find_spec({module!r}) is None)"
-        finding = subprocess.run(
-            [python, "-c", find],
-            env=inherited_environment() | self.environment,
-            capture_output=True,
-            timeout=60,
-            check=False,
-        )
-        return finding.returncode == 0
 
     @property
     def environment(self) -> dict[str, str]:
@@ -496,14 +451,3 @@ class SglangConfig(EngineConfig):
         if self.has_mxfp4_experts:
             description["quantization_config"] = QUANTIZATION_CONFIG
         return description
-
-
-def inherited_environment() -> dict[str, str]:
-    """Return this process's environment without its Python paths.
-
-    Servers may run in another Python environment, and these paths would hide its packages.
-    """
-    environment = dict(os.environ)
-    for name in ("PYTHONPATH", "VIRTUAL_ENV"):
-        environment.pop(name, None)
-    return environment

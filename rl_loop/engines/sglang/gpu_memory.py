@@ -40,7 +40,7 @@ PROCESS_GROUP_BYTES = 900_000_000
 
 NCCL's buffers, and 82 MB of SGLang's all-reduce. 2 ranks on 2 H200 logged 1.15 GB for them. With
 their contexts they had about 1.7 GB, compared with 0.75 GB of a single rank. 4 ranks on 4 H200
-logged 1.1 to 1.4 GB. A sleeping server keeps more (``TENSOR_PARALLEL_ASLEEP_BYTES``).
+logged 1.1 to 1.4 GB. A paused server keeps more (``colocated_memory``).
 """
 FUSED_TOKENS = 2048
 """Largest batch, in tokens, whose all-reduce FlashInfer fuses with the norm after it.

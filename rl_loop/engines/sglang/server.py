@@ -28,7 +28,7 @@ from rl_loop.cluster.placement import exit_with_parent, free_address
 from rl_loop.cluster.ray_session import local_directory
 from rl_loop.engines.backend import EngineUnavailableError
 from rl_loop.engines.sglang.client import SglangClient
-from rl_loop.engines.sglang.config import inherited_environment
+from rl_loop.engines.sglang.python_environment import inherited_environment
 from rl_loop.engines.sglang.server_command import Command
 
 logger = logging.getLogger(__name__)

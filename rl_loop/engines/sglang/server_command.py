@@ -6,9 +6,10 @@ from pathlib import Path
 from megatron_gptoss.config import AdapterConfig
 from megatron_gptoss.config.precision import DTYPE_NAMES
 from megatron_gptoss.families.registry import read_hf_config
-from rl_loop.engines.sglang.config import SglangConfig, inherited_environment
+from rl_loop.engines.sglang.config import SglangConfig
 from rl_loop.engines.sglang.gpu_memory import settled_gpus, static_fraction
 from rl_loop.engines.sglang.prefills import gathering_options, prefill_graph_options
+from rl_loop.engines.sglang.python_environment import inherited_environment
 
 Command = Callable[[str, int], list[str]]
 """(host, port) -> argument vector of a server. Called on the server's node whenever it starts."""

@@ -17,7 +17,7 @@ from megatron_gptoss.config import ParallelConfig
 from megatron_gptoss.families.gpt_oss.config import GptOssModelConfig
 from megatron_gptoss.gpu_memory import PhaseMemory, PhasePeak
 from megatron_gptoss.planning import memory
-from megatron_gptoss.planning.memory import estimate_memory
+from megatron_gptoss.planning.memory import predict_stage_memory
 from megatron_gptoss.planning.memory_inputs import EngineMemory
 from rl_loop.config.load import load_config
 from rl_loop.config.partial_configs import TrainerConfig
@@ -90,7 +90,7 @@ class Sender:
 def test_memory_metrics_are_in_gb_with_predictions_if_known(
     settings: TrainerConfig,
 ) -> None:
-    predicted = estimate_memory(settings.memory_inputs, 100.0)
+    predicted = predict_stage_memory(settings.memory_inputs, 100.0)
     peak = PhasePeak(allocated=2_000_000_000, reserved=2_500_000_000, gpu=9_000_000_000)
     values = memory_metrics({"update": peak, "between_phases": peak}, predicted)
     update = predicted.phase("update")
@@ -150,7 +150,7 @@ def test_step_reports_memory_of_all_phases_since_the_last_step(
             "update/gpu_gb": 800 + 1400,
         }
     )
-    expected = estimate_memory(settings.memory_inputs, 10_000 / 1e9).phase("optimizer").total
+    expected = predict_stage_memory(settings.memory_inputs, 10_000 / 1e9).phase("optimizer").total
     assert values["memory/optimizer/predicted_gpu_gb"] * 1e9 == pytest.approx(expected)
 
     # Reported phases are not reported again. The optimizer has state from here on.
@@ -317,7 +317,7 @@ def test_memory_estimate_of_runs_matches_measurement(
     config = load_config(CONFIGS / f"rl/{name}.yaml", RlConfig, overrides)
     predicted = {
         phase.name: phase.total / 1e9
-        for phase in estimate_memory(config.memory_inputs, gigabytes).phases
+        for phase in predict_stage_memory(config.memory_inputs, gigabytes).phases
     }
     predicted["sync"] = max(predicted["sync"], predicted["first_sync"])
     for phase, used in measured.items():
@@ -354,7 +354,7 @@ def test_memory_estimate_of_first_scoring_matches_measurement(
     config = load_config(CONFIGS / f"rl/{name}.yaml", RlConfig, overrides)
     inputs = config.memory_inputs
     tokens = micro_batch_tokens(step_tokens, inputs.parallel.world_size)
-    scoring = estimate_memory(replace(inputs, tokens=tokens), 150.1).phase("first_scoring")
+    scoring = predict_stage_memory(replace(inputs, tokens=tokens), 150.1).phase("first_scoring")
     assert scoring.trainer / 1e9 == pytest.approx(tensors, rel=0.03)
     assert scoring.total / 1e9 == pytest.approx(gpu, rel=0.05)
 
@@ -375,7 +375,7 @@ def test_memory_estimate_of_a_sync_matches_measurement(
 ) -> None:
     """The measured values are the maximum of a run's steps on the sending rank."""
     config = load_config(CONFIGS / f"rl/{name}.yaml", RlConfig, overrides)
-    predicted = estimate_memory(config.memory_inputs, 150.1).phase("sync")
+    predicted = predict_stage_memory(config.memory_inputs, 150.1).phase("sync")
     assert predicted.trainer / 1e9 == pytest.approx(measured, rel=0.03)
 
 
@@ -386,7 +386,7 @@ def test_memory_estimate_of_a_sync_matches_measurement(
 def test_memory_estimate_of_adapter_scoring_matches_measurement(name: str, measured: float) -> None:
     """These runs scored only in their first step, when no optimizer had state."""
     config = load_config(CONFIGS / f"rl/{name}.yaml", RlConfig)
-    predicted = estimate_memory(config.memory_inputs, 150.1)
+    predicted = predict_stage_memory(config.memory_inputs, 150.1)
     tensors = predicted.phase("scoring").trainer - predicted.memory.optimizer
     assert tensors / 1e9 == pytest.approx(measured, rel=0.03)
 
@@ -399,7 +399,9 @@ def scoring_fragmentation(change: dict[str, Any]) -> float:
     """
     config = load_config(CONFIGS / "rl/gpt-oss-20b-adapter_1x1.yaml", RlConfig)
     inputs = replace(config.memory_inputs, **change)
-    fragmentation = estimate_memory(inputs, 150.1).phase("scoring").overhead - memory.CONTEXT_BYTES
+    fragmentation = (
+        predict_stage_memory(inputs, 150.1).phase("scoring").overhead - memory.CONTEXT_BYTES
+    )
     if inputs.parallel.world_size > 1:
         fragmentation -= memory.COMMUNICATION_BYTES
     return fragmentation
