@@ -23,4 +23,4 @@ def test_retries_table_equals_constants(limit: str, constant: str) -> None:
     module, name = constant.split(":")
     value = getattr(importlib.import_module(f"rl_loop.{module}"), name)
     expected = list(value) if isinstance(value, tuple) else [value]
-    assert [float(number) for number in limit.removeprefix("pauses ").split(",")] == expected
+    assert [float(number) for number in limit.removeprefix("delays ").split(",")] == expected

@@ -256,7 +256,7 @@ def test_resume_compares_scripts_of_tool_servers(
         with (tmp_path / name).open("a") as file:
             file.write("# the answer is 7\n")
     key = r"tasks\.sources\.shop\.options\.servers\.shop\.script_"
-    with pytest.raises(ConfigError, match=rf"^{key}\d: the content of .*other tools"):
+    with pytest.raises(ConfigError, match=rf"^{key}\d: the content of .*different tools"):
         changes_since(run, config)
 
 
