@@ -11,7 +11,7 @@ from rl_loop.certify.implementation import ModelImplementation
 from rl_loop.certify.implementations.megatron_trainer import MegatronTrainer
 from rl_loop.certify.implementations.transformers_model import TransformersModel
 from rl_loop.certify.report import CheckOutcome
-from rl_loop.harmony.codec import Harmony
+from rl_loop.harmony.sampled_rendering import SampledTurnRenderer
 from tests.support.rl_loop.certify import implementations
 from tests.support.rl_loop.certify.prepared import Prepared, causes, failed
 
@@ -329,9 +329,9 @@ def test_demonstration_that_spells_a_special_token_is_named(
     trainer_with: Callable[..., ModelImplementation],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def as_text(harmony: Harmony, content_type: str) -> list[int]:
-        return harmony.vocabulary.encode_text(f" {content_type}")
+    def as_text(renderer: SampledTurnRenderer, content_type: str) -> list[int]:
+        return renderer._vocabulary.encode_text(f" {content_type}")
 
-    monkeypatch.setattr(Harmony, "_content_type", as_text)
+    monkeypatch.setattr(SampledTurnRenderer, "_content_type", as_text)
     results = prepared.run_checks(trainer_with(), "harmony")
     assert causes(results) == {"<|constrain|> (id 355) is encoded as text, 1 times"}
