@@ -25,7 +25,7 @@ from rl_loop.engines.sglang.config import SglangConfig
 from rl_loop.environments import environment_class
 from rl_loop.lifecycle.address_checks import check_endpoint, check_ray_address
 from rl_loop.lifecycle.disk_checks import check_disk, check_writable, disk_need
-from rl_loop.lifecycle.error_hints import how_to_make, how_to_make_weights
+from rl_loop.lifecycle.error_hints import how_to_make
 from rl_loop.lifecycle.store_size import (
     WEIGHT_COPIES,
     StoreNeed,
@@ -103,7 +103,7 @@ def check_run_requirements(config: RunConfig, has_own_ray: bool = False) -> None
         check_local_store(store_need(config))
 
 
-def check_teacher(teacher: Path, config: RunConfig) -> None:
+def check_teacher(key: str, teacher: Path, config: RunConfig) -> None:
     """Check that a directory has a teacher for the configured model.
 
     Args:
@@ -112,8 +112,8 @@ def check_teacher(teacher: Path, config: RunConfig) -> None:
         config: configuration of the run.
 
     Raises:
-        StartError: the weights are missing or incomplete, the vocabularies differ, or the teacher
-            does not fit the layout of the policy.
+        StartError: the weights are missing or incomplete, the vocabularies differ, or the
+            teacher does not fit the layout of the policy.
         TokenizerError: a tokenizer cannot be read.
     """
     try:
