@@ -84,7 +84,7 @@ class CorrectionConfig(StrictModel):
             if bounds and not 0 <= bounds[0] <= 1 <= bounds[1]:
                 raise ValueError(
                     f"{name} must contain 1, the ratio of equal policies (got {bounds}). Change "
-                    f"correction.{name}."
+                    f"correction.{name}"
                 )
         return self
 

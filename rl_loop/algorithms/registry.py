@@ -79,5 +79,5 @@ def check_function(
     except TypeError as error:
         raise ValueError(
             f"{registry.kind} {name} does not accept the options {dict(options)}: {error}. Its "
-            f"signature is {signature}."
+            f"signature is {signature}"
         ) from None

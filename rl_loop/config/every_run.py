@@ -215,7 +215,7 @@ class RunConfig(EpisodesConfig, TrainerConfig):
             raise ValueError(
                 f"rollout.engine.quantization ({engine.experts_format}): {engine.type} servers "
                 f"can hold only experts that were trained in this format, and {trained}. Leave "
-                f"it out, or {remedy}."
+                f"it out, or {remedy}"
             )
 
         noise = self.ablation.engine_noise

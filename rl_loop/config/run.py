@@ -229,7 +229,7 @@ class RlConfig(RunConfig):
         if unknown:
             raise ValueError(
                 f"{TEACHERS_KEY} names {', '.join(unknown)}, but tasks.sources has "
-                f"{', '.join(self.tasks.sources)}. Correct the name."
+                f"{', '.join(self.tasks.sources)}. Correct the name"
             )
         for name in self._trained_sources:
             if distillation.of_source(name) is not None:
@@ -238,18 +238,18 @@ class RlConfig(RunConfig):
                 raise ValueError(
                     f"algorithm.distillation: tasks.sources.{name} has no teacher. Set "
                     f"{TEACHER_KEY} or {TEACHERS_KEY}.{name}, which is null if the source learns "
-                    "from rewards alone."
+                    "from rewards alone"
                 )
             if self.algorithm.advantage.type == "none":
                 raise ValueError(
                     f"{TEACHERS_KEY}.{name} is null, and advantage none ignores the rewards, so "
                     "nothing would be learned from this source. Set a teacher, another advantage, or "
-                    f"tasks.sources.{name}.weight=0."
+                    f"tasks.sources.{name}.weight=0"
                 )
         if not self.teachers:
             raise ValueError(
                 f"{TEACHERS_KEY} is null for all sources. Set a teacher, or algorithm.distillation "
-                "to null."
+                "to null"
             )
 
     def _check_hints(self) -> None:
@@ -262,12 +262,12 @@ class RlConfig(RunConfig):
             if distillation is None or distillation.of_source(name) is None:
                 raise ValueError(
                     f"{key} is for a teacher, but the source has none. Set algorithm.distillation, or "
-                    "leave the hint out."
+                    "leave the hint out"
                 )
             if environment_class(source.environment).uses_external_agent:
                 raise ValueError(
                     f"{key} changes the prompt for the teacher, but an external agent writes the "
-                    "prompts of this environment. Leave the hint out."
+                    "prompts of this environment. Leave the hint out"
                 )
 
     def _check_algorithm_needs(self) -> None:

@@ -33,7 +33,7 @@ class PassRateConfig(StrictModel):
     def _check(self) -> Self:
         if self.episodes is None and self.retry is None:
             raise ValueError(
-                "pass_rate has neither episodes nor retry, so it would select nothing. Set one."
+                "pass_rate has neither episodes nor retry, so it would select nothing. Set one"
             )
         return self
 

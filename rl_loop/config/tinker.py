@@ -32,26 +32,26 @@ class TinkerConfig(RunConfig):
         """Refuse settings that the server does not support."""
         if self.adapter is None:
             raise ValueError(
-                "adapter is null, but clients train adapters. Set it, such as {rank: 32}."
+                "adapter is null, but clients train adapters. Set it, such as {rank: 32}"
             )
         if self.initial_adapter is not None:
             raise ValueError(
-                "initial_adapter has no effect: clients create and load their adapters. Leave it out."
+                "initial_adapter has no effect: clients create and load their adapters. Leave it out"
             )
         if self.parallel.world_size != 1:
             raise ValueError(
                 f"parallel.world_size ({self.parallel.world_size}): the server has one trainer rank. "
-                "Set it to 1."
+                "Set it to 1"
             )
         if not isinstance(self.rollout.engine, EmbeddedConfig):
             raise ValueError(
                 f"rollout.engine.type ({self.rollout.engine.type}): the server samples with the "
-                "embedded engine only. Set it to embedded."
+                "embedded engine only. Set it to embedded"
             )
         if self.optimizer.offload_fraction > 0:
-            raise ValueError("optimizer.offload_fraction: tenants are not offloaded. Leave it out.")
+            raise ValueError("optimizer.offload_fraction: tenants are not offloaded. Leave it out")
         if self.training.share_prefixes != "off":
             raise ValueError(
-                "training.share_prefixes: labels of clients differ from tokens. Leave it out."
+                "training.share_prefixes: labels of clients differ from tokens. Leave it out"
             )
         return self

@@ -117,6 +117,16 @@ def served_settings(options: ServeOptions, positions: int) -> GatewaySettings:
     return GatewaySettings(session, model=options.model, host=options.host, port=options.port)
 
 
+def stop_on_signals() -> asyncio.Event:
+    """Return an event that SIGINT and SIGTERM set in the running event loop."""
+    stopped = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    # SIGTERM would otherwise end the process at once, without closing engines and servers.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, stopped.set)
+    return stopped
+
+
 async def serve(
     engine: RolloutEngine,
     codec: ChatCodec,
@@ -148,12 +158,7 @@ async def serve(
             "or --port"
         ) from error
 
-    stopped = asyncio.Event()
-    loop = asyncio.get_running_loop()
-    # SIGTERM would otherwise end the process at once, without closing the engine's servers.
-    for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, stopped.set)
-
+    stopped = stop_on_signals()
     try:
         # A session without a key generates one.
         keys: list[str | None] = [*api_keys] or [None]

@@ -4,7 +4,6 @@ import asyncio
 import hashlib
 import json
 import secrets
-import signal
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
@@ -13,7 +12,7 @@ from dataclasses import dataclass
 from megatron_gptoss.user_error import UserError
 from rl_loop.config.tinker import TinkerConfig
 from rl_loop.engines.registry import build_backend
-from rl_loop.gateway.serve import LocalEngine
+from rl_loop.gateway.serve import LocalEngine, stop_on_signals
 from rl_loop.gateway.server import LOOPBACK
 from rl_loop.rollout.worker import model_shape
 from rl_loop.run_parts import backend_context
@@ -106,10 +105,7 @@ async def _serve(
             f"cannot listen on {options.host}:{options.port}: {error.strerror or error}. Choose "
             "another --host or --port"
         ) from error
-    stopped = asyncio.Event()
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, stopped.set)
+    stopped = stop_on_signals()
     try:
         on_start(url, key)
         await stopped.wait()

@@ -16,7 +16,7 @@ from rl_loop.gateway.connections import OpenConnections, server_options
 from rl_loop.gateway.errors import ApiError
 from rl_loop.infrastructure import describe
 from rl_loop.tinker.checkpoint_calls import CheckpointCalls
-from rl_loop.tinker.errors import bad_request, error_response
+from rl_loop.tinker.errors import ClientError, bad_request, error_response
 from rl_loop.tinker.fields import read
 from rl_loop.tinker.futures import RequestFuture
 from rl_loop.tinker.sampling_calls import SamplingCalls
@@ -95,8 +95,27 @@ class TinkerServer:
             await self._runner.cleanup()
 
     def _application(self) -> web.Application:
+        """Return the application with all calls."""
         app = web.Application(client_max_size=MAX_MESSAGE_BYTES, middlewares=[self._answer])
-        json_calls = {
+        for path, call in self._json_calls().items():
+            app.router.add_post(PREFIX + path, _json_handler(call))
+
+        # Their bodies are protobuf, or their answers are.
+        app.router.add_post(f"{PREFIX}forward_backward", self._forward_backward)
+        app.router.add_post(f"{PREFIX}retrieve_future", self._retrieve)
+        app.router.add_post(f"{PREFIX}sessions/{{session}}/finish", self._finish)
+
+        for path, answer in self._queries().items():
+            app.router.add_get(PREFIX + path, _query_handler(answer))
+        app.router.add_delete(
+            f"{PREFIX}training_runs/{{model}}/checkpoints/{{checkpoint:.+}}",
+            self._delete_checkpoint,
+        )
+        return app
+
+    def _json_calls(self) -> dict[str, Callable[..., Any]]:
+        """Return the calls with a JSON body, by path."""
+        return {
             "client/config": self._client_config,
             "client/dynamic_config": lambda body: {"sample_cancel_enabled": True},
             "create_session": self._create_session,
@@ -113,31 +132,22 @@ class TinkerServer:
             "cancel_future": self._cancel,
             "weights_info": self._checkpoints.weights_info,
         }
-        for path, call in json_calls.items():
-            app.router.add_post(PREFIX + path, _json_handler(call))
-        post, get, checkpoints = app.router.add_post, app.router.add_get, self._checkpoints
-        post(f"{PREFIX}forward_backward", self._forward_backward)
-        post(f"{PREFIX}retrieve_future", self._retrieve)
-        post(f"{PREFIX}sessions/{{session}}/finish", self._finish)
-        get(f"{PREFIX}healthz", _query_handler(lambda request: {"status": "ok"}))
-        get(f"{PREFIX}get_server_capabilities", _query_handler(self._capabilities))
-        get(
-            f"{PREFIX}samplers/{{name}}",
-            _query_handler(lambda request: self._sampling.describe(request.match_info["name"])),
-        )
-        get(
-            f"{PREFIX}checkpoints",
-            _query_handler(lambda r: checkpoints.list_all_checkpoints(r.query)),
-        )
-        get(f"{PREFIX}training_runs", _query_handler(lambda r: checkpoints.list_runs(r.query)))
-        runs = f"{PREFIX}training_runs/{{model}}"
-        get(runs, _query_handler(lambda r: checkpoints.describe_run(r.match_info["model"])))
-        get(
-            f"{runs}/checkpoints",
-            _query_handler(lambda r: checkpoints.list_checkpoints(r.match_info["model"])),
-        )
-        app.router.add_delete(f"{runs}/checkpoints/{{checkpoint:.+}}", self._delete_checkpoint)
-        return app
+
+    def _queries(self) -> dict[str, Callable[[web.Request], Any]]:
+        """Return the calls without a body, by path. A part in braces is a variable."""
+        checkpoints, sampling = self._checkpoints, self._sampling
+        run = "training_runs/{model}"
+        return {
+            "healthz": lambda request: {"status": "ok"},
+            "get_server_capabilities": self._capabilities,
+            "samplers/{name}": lambda request: sampling.describe(request.match_info["name"]),
+            "checkpoints": lambda request: checkpoints.list_all_checkpoints(request.query),
+            "training_runs": lambda request: checkpoints.list_runs(request.query),
+            run: lambda request: checkpoints.describe_run(request.match_info["model"]),
+            f"{run}/checkpoints": (
+                lambda request: checkpoints.list_checkpoints(request.match_info["model"])
+            ),
+        }
 
     @web.middleware
     async def _answer(
@@ -158,6 +168,8 @@ class TinkerServer:
             raise
         except ApiError as error:
             return error_response(error)
+        except ClientError as error:
+            return error_response(bad_request(str(error)))
         except web.HTTPException as error:
             message = f"{request.method} {request.path[:200]} is not served here: {error.reason}"
             return error_response(ApiError(error.status, "not_found", message))

@@ -4,6 +4,7 @@ A checkpoint is a directory with a JSON file and tensors. Pickle is never read.
 """
 
 import json
+import logging
 import re
 import shutil
 import time
@@ -19,6 +20,8 @@ from safetensors.torch import load_file, save_file
 from megatron_gptoss.new_directory import OLD, PARTIAL, new_directory
 from rl_loop.gateway.errors import ApiError
 from rl_loop.tinker.errors import ClientError, bad_request
+
+logger = logging.getLogger(__name__)
 
 SCHEME = "tinker://"
 """Beginning of the name of a checkpoint."""
@@ -51,7 +54,7 @@ class CheckpointName:
             ApiError: a part has other characters than letters, digits, ".", "_" and "-".
         """
         is_reserved = self.name.endswith((PARTIAL, OLD))
-        if not _MODEL.fullmatch(self.model_id) or self.kind not in KINDS:
+        if not _MODEL.fullmatch(self.model_id):
             raise bad_request(f"{self} is not the name of a checkpoint")
         if not _NAME.fullmatch(self.name) or is_reserved:
             raise bad_request(
@@ -68,8 +71,17 @@ class CheckpointName:
         parts = str(text).removeprefix(SCHEME).split("/")
         if not str(text).startswith(SCHEME) or len(parts) != 3:
             raise bad_request(f"{str(text)[:128]!r} is not of the form {SCHEME}MODEL/KIND/NAME")
-        model_id, kind, name = parts
-        return cls(model_id, kind, name)  # type: ignore[arg-type]
+        return cls.of_parts(*parts)
+
+    @classmethod
+    def of_parts(cls, model_id: str, kind: str, name: str) -> "CheckpointName":
+        """Return the name with these parts. Raises ApiError if it is not a valid name."""
+        for known in KINDS:
+            if kind == known:
+                return cls(model_id, known, name)
+        raise bad_request(
+            f"{kind[:128]!r} is not a kind of checkpoints. Known kinds: {', '.join(KINDS)}"
+        )
 
 
 @dataclass(frozen=True)
@@ -148,29 +160,34 @@ class CheckpointStore:
             raise ClientError(f"{name} cannot be read: {error}") from None
 
     def facts(self, name: CheckpointName) -> CheckpointFacts | None:
-        """Return the data about a checkpoint. None if there is none."""
+        """Return the data about a checkpoint. None if there is none.
+
+        Raises:
+            ClientError: its file is damaged.
+        """
         facts = self._read_facts(name)
         return None if facts is None or facts.is_expired else facts
 
     def _read_facts(self, name: CheckpointName) -> CheckpointFacts | None:
-        """Return the data about a checkpoint, even if it is expired."""
+        """Return the data about a checkpoint, even if it is expired. Raises ClientError."""
+        path = self._path(name) / ABOUT
         try:
-            content = json.loads((self._path(name) / ABOUT).read_text())
-            return CheckpointFacts(**content)
-        except (OSError, ValueError, TypeError):
+            return CheckpointFacts(**json.loads(path.read_text()))
+        except FileNotFoundError:
             return None
+        except (OSError, ValueError, TypeError) as error:
+            raise ClientError(f"{name}: {ABOUT} is damaged: {error}") from None
 
     def size(self, name: CheckpointName) -> int:
         """Return the bytes of a checkpoint."""
         return sum(file.stat().st_size for file in self._path(name).iterdir())
 
     def list(self, model_id: str | None = None) -> list[tuple[CheckpointName, CheckpointFacts]]:
-        """Return checkpoints of a tenant, or of all, oldest first."""
-        found = [(name, self.facts(name)) for name in self._names()]
+        """Return checkpoints of a tenant, or of all, oldest first, without damaged ones."""
         chosen = [
             (name, facts)
-            for name, facts in found
-            if facts is not None and model_id in (None, name.model_id)
+            for name, facts in self._readable()
+            if not facts.is_expired and model_id in (None, name.model_id)
         ]
         return sorted(chosen, key=lambda one: one[1].created)
 
@@ -184,17 +201,27 @@ class CheckpointStore:
 
     def delete_expired(self) -> None:
         """Delete checkpoints whose time to live is over."""
-        for name in self._names():
-            facts = self._read_facts(name)
-            if facts is not None and facts.is_expired:
+        for name, facts in self._readable():
+            if facts.is_expired:
                 self.delete(name)
+
+    def _readable(self) -> Iterator[tuple[CheckpointName, CheckpointFacts]]:
+        """Yield all checkpoints. Log damaged ones, which must not hide the others."""
+        for name in self._names():
+            try:
+                facts = self._read_facts(name)
+            except ClientError as error:
+                logger.warning("%s", error)
+                continue
+            if facts is not None:
+                yield name, facts
 
     def _names(self) -> Iterator[CheckpointName]:
         """Yield the names of all checkpoints."""
         for path in sorted(self._directory.glob("*/*/*")):
             model_id = path.parts[-3].replace("_train_", ":train:")
             try:
-                yield CheckpointName(model_id, path.parts[-2], path.name)  # type: ignore[arg-type]
+                yield CheckpointName.of_parts(model_id, path.parts[-2], path.name)
             except ApiError:
                 continue  # a directory that is being written
 

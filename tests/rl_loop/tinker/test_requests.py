@@ -157,6 +157,8 @@ def test_store_writes_whole_checkpoints_and_deletes_expired_ones(tmp_path: Path)
     (tmp_path / "ab_train_0/weights/damaged" / ABOUT).write_text("{")
     with pytest.raises(ClientError, match="no checkpoint"):
         store.load(short, "base")
+    with pytest.raises(ClientError, match=rf"damaged: {ABOUT} is damaged"):
+        store.load(damaged, "base")
     assert [found for found, _ in store.list("ab:train:0")] == [name]
     store.delete_expired()
     kept = sorted(path.name for path in tmp_path.glob("*/*/*"))
