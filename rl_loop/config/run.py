@@ -225,12 +225,14 @@ class RlConfig(RunConfig):
         self._check_hints()
         if distillation is None:
             return
+
         unknown = sorted(distillation.teachers.keys() - self.tasks.sources.keys())
         if unknown:
             raise ValueError(
                 f"{TEACHERS_KEY} names {', '.join(unknown)}, but tasks.sources has "
                 f"{', '.join(self.tasks.sources)}. Correct the name"
             )
+
         for name in self._trained_sources:
             if distillation.of_source(name) is not None:
                 continue
@@ -331,6 +333,17 @@ class SftConfig(RunConfig):
     def _record_few_conversations(self) -> Self:
         if "episodes" not in self.tracking.model_fields_set:
             self.tracking = self.tracking.model_copy(update={"episodes": SFT_EPISODES})
+        return self
+
+    @model_validator(mode="after")
+    def _check_pass_rates(self) -> Self:
+        """Refuse a selection that needs sampled episodes."""
+        for name, source in self.tasks.sources.items():
+            if source.pass_rate is not None and source.pass_rate.retry is not None:
+                raise ValueError(
+                    f"tasks.sources.{name}.pass_rate.retry measures the policy's episodes, but gptoss "
+                    "sft samples none. Leave it out"
+                )
         return self
 
     @property

@@ -27,7 +27,7 @@ from rl_loop.weight_sync.source import WeightSender
 
 logger = logging.getLogger(__name__)
 
-FIXED_AT_START = ("critic", "kl", "routing_replay")
+FIXED_AT_START = ("critic", "kl", "distillation", "routing_replay")
 """Settings of the algorithm that a trainer's ranks are built with."""
 
 

@@ -54,22 +54,28 @@ def plan_teachers(
     views = samples.teacher_views
     if samples.teachers is None and views is None:
         return None
+
     teachers = samples.teachers
     if teachers is None:
         teachers = np.zeros(len(samples), np.int64)
+
     # Teachers choose their own experts.
     seen = samples.without_routes() if views is None else views
     rank_sequences = [plan.list_sequences(rank) for rank in range(plan.ranks)]
     rank_passes: list[list[TeacherPass]] = [[] for _ in rank_sequences]
+
     # Every rank takes part in every pass, because a model with experts communicates in each one.
     for teacher in np.unique(teachers[teachers != NO_TEACHER]).tolist():
         micro_batches = []
         for sequences in rank_sequences:
             rows = [row for row, i in enumerate(sequences) if teachers[i] == teacher]
             micro_batches.append(_micro_batches(seen, sequences, rows, settings))
+
+        # Ranks with fewer micro-batches run empty ones.
         count = max(map(len, micro_batches))
         for passes, own in zip(rank_passes, micro_batches, strict=True):
             passes.append(TeacherPass(teacher, own + [[]] * (count - len(own))))
+
     sharing = None if plan.prefixes is None else plan.prefixes.sharing
     return [
         RankTeachers(passes, None if views is None else views.take(sequences), sharing)

@@ -7,12 +7,17 @@ from pathlib import Path
 
 import pytest
 
+from rl_loop.config.errors import ConfigError
+from rl_loop.config.load import load_config
+from rl_loop.config.run import SftConfig
 from rl_loop.config.tasks import PassRateConfig
 from rl_loop.data.trajectory import InvalidReason, Trajectory, TrajectoryGroup
 from rl_loop.run_parts import build_tasks
 from rl_loop.tasks.pass_rates import LEAST_CHANCE, TaskSelection
 from tests.support.rl_loop.scripted_loop import from_file
 from tests.support.rl_loop.small_config import config
+
+ROOT = Path(__file__).resolve().parents[3]
 
 POSITIONS = range(4000)
 
@@ -89,3 +94,14 @@ def test_tasks_of_an_evaluation_are_skipped_not_dropped(tmp_path: Path) -> None:
 def test_selection_without_limits_is_rejected() -> None:
     with pytest.raises(ValueError, match="neither episodes nor retry"):
         PassRateConfig()
+
+
+def test_fine_tuning_measures_no_pass_rates() -> None:
+    file = ROOT / "configs/sft/tiny_retool.yaml"
+    overrides = [
+        "tasks.sources.retool.train_path=train.jsonl",
+        "tasks.sources.retool.held_out_path=test.jsonl",
+    ]
+    load_config(file, SftConfig, overrides)
+    with pytest.raises(ConfigError, match=r"retool\.pass_rate\.retry .* samples none"):
+        load_config(file, SftConfig, [*overrides, "tasks.sources.retool.pass_rate={retry: 0.5}"])

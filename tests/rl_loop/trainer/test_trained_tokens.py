@@ -15,6 +15,7 @@ from converters.hf_directory import write_hf_directory
 from megatron_gptoss import distributed
 from megatron_gptoss.config import ModelConfig
 from megatron_gptoss.samples import TrainingSamples
+from rl_loop.algorithms.config import DistillationConfig
 from rl_loop.config.load import load_config
 from rl_loop.config.partial_configs import TrainerConfig
 from rl_loop.config.run import RlConfig
@@ -240,6 +241,9 @@ def test_running_trainer_continues_with_a_changed_algorithm(directory: Path) -> 
 
         with pytest.raises(ValueError, match=r"algorithm\.routing_replay cannot change"):
             trainer.change_algorithm(algorithm.model_copy(update={"routing_replay": "R2"}))
+        teacher = DistillationConfig(teacher=Path("teacher"))
+        with pytest.raises(ValueError, match=r"algorithm\.distillation cannot change"):
+            trainer.change_algorithm(algorithm.model_copy(update={"distillation": teacher}))
         assert len(trainer.rl_step(samples, 2).policy) == 2
     finally:
         trainer.close()
