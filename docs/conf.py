@@ -47,6 +47,7 @@ NAVIGATION: dict[str, list[str]] = {
         "mcp_example",
         "agents",
         "gateway",
+        "rewards",
         "algorithms",
         "library",
     ],

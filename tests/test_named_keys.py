@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
+from typing import get_origin
 
 import pytest
 
@@ -21,6 +22,9 @@ PACKAGES = ("kernels", "megatron_gptoss", "converters", "rl_loop", "launch")
 def keys() -> set[str]:
     """Return all configuration keys. ``*`` is a name that the user chooses."""
     found = set(all_keys())
+    found |= {
+        f"{key}.*" for key, annotation in all_keys().items() if get_origin(annotation) is dict
+    }
     # A page names the keys of a source without the name of the source.
     found |= {key.replace(".*", "") for key in found}
     # ``data.path`` is short for a single source.
