@@ -102,7 +102,7 @@ def wrong_keys(code: str) -> set[str]:
         for key in re.findall(rf"(?<![\w./*-])((?:{names})(?:\.[a-z_*][a-z_0-9*]*)+)", text):
             if OTHER_NAMES.match(key) or key in NAMES_OF_FIELDS:
                 continue
-            is_any = key.endswith(".*") and key not in sections()
+            is_any = key.endswith(".*") and key not in keys() | sections()
             if is_any or not (exists(key) or exists(key.rstrip("*"))):
                 wrong.add(key)
     return wrong
