@@ -234,7 +234,7 @@ def test_broken_yaml_names_the_file(command: ForkedCommand, tmp_path: Path) -> N
 def test_a_directory_is_no_configuration(tmp_path: Path) -> None:
     ended = CliRunner().invoke(app, ["config", str(tmp_path)])
     assert ended.exit_code == 1
-    assert ended.output == f"gptoss: {tmp_path} is a directory. Name the YAML file.\n"
+    assert ended.output == f"gptoss: {tmp_path} is a directory. Name the YAML file\n"
 
 
 def test_a_missing_config_is_named(command: ForkedCommand) -> None:
