@@ -40,7 +40,8 @@ from rl_loop.data.credit import assign_advantages
 from rl_loop.data.samples import to_samples
 from rl_loop.evaluation.evaluate import load_weights
 from rl_loop.trainer.group import TrainerGroup
-from tests.support.in_process import LocalRank, LocalRollouts
+from rl_loop.trainer.local_rank import LocalRank
+from tests.support.in_process import LocalRollouts
 
 CONFIG = Path(__file__).parents[2] / "configs/rl/tiny_order.yaml"
 VARIANTS = {"whole": "off", "shared": "all"}
@@ -122,7 +123,7 @@ def compare_updates(
             trainer.rl_step(samples, 0)
             measured[name].gradients = {
                 parameter: p.main_grad.clone()
-                for parameter, p in rank._worker.trainer.module.named_parameters()
+                for parameter, p in rank.worker.trainer.module.named_parameters()
             }
             measured[name].log_probs = trainer.score(samples)
     finally:

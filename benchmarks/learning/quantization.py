@@ -232,7 +232,7 @@ def compare_scale_rules(options: argparse.Namespace) -> None:
 
 def expert_blocks(loop: RlLoop) -> Tensor:
     """Return all expert matrices of the trainer, rounded to bf16: fp32 [blocks, 32]."""
-    worker = loop.trainer.ranks._worker  # type: ignore[attr-defined]
+    worker = loop.trainer.ranks.worker  # type: ignore[attr-defined]
     matrices = [
         module.weight.detach().bfloat16().float().reshape(-1, 32)
         for module in worker.model.modules()

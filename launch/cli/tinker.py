@@ -6,9 +6,8 @@ from typing import Annotated
 from typer import Option
 
 from launch.cli.arguments import ConfigFile, Overrides
-from launch.cli.serving import Host, read_keys
+from launch.cli.serving import Host, Port, read_keys
 
-Port = Annotated[int, Option(help="Port to listen on; 0 for a free port.")]
 ApiKeyFile = Annotated[
     Path | None,
     Option(

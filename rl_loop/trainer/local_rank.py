@@ -1,8 +1,9 @@
 """The only rank of a trainer, in the process of the driver."""
 
-import os
 from collections.abc import Callable, Sequence
 from typing import Any
+
+import torch
 
 from megatron_gptoss import distributed
 from rl_loop.config.partial_configs import TrainerConfig
@@ -18,7 +19,7 @@ class LocalRank:
     ) -> None:
         """Build the model. ``worker_class`` is the class of the worker."""
         # A single rank opens no port.
-        self.worker = worker_class(settings, 0, "127.0.0.1", 0, os.cpu_count() or 1)
+        self.worker = worker_class(settings, 0, "127.0.0.1", 0, torch.get_num_threads())
 
     def ready(self) -> list[RankPosition]:
         return [self.worker.position()]

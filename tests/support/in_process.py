@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from converters.mxfp4_tensors import Digests
-from megatron_gptoss import distributed
+from megatron_gptoss.samples import TrainingSamples
 from rl_loop.ablations.engine_weights import engine_faults
 from rl_loop.agents.worker import select_worker_class
 from rl_loop.config.load import dump_config
@@ -36,6 +36,7 @@ from rl_loop.tracking.recorder import StepRecorder
 from rl_loop.tracking.run_directory import StartMode, start_run
 from rl_loop.trainer.checkpointer import Checkpointer, RunState
 from rl_loop.trainer.group import TrainerGroup
+from rl_loop.trainer.local_rank import LocalRank
 from rl_loop.trainer.rank_state import RankPosition
 from rl_loop.trainer.worker import TrainerWorker
 from rl_loop.weight_sync.source import WeightSource
@@ -43,46 +44,20 @@ from rl_loop.weight_sync.source import WeightSource
 _check_isolation_once = cache(python_sandbox.check_isolation)
 
 
-class LocalRank:
-    """A trainer rank in this process, with the interface that TrainerGroup needs."""
-
-    def __init__(self, settings: TrainerConfig) -> None:
-        self._worker = TrainerWorker(settings, 0, "127.0.0.1", 0, torch.get_num_threads())
-
-    def ready(self) -> list[RankPosition]:
-        return [self._worker.position()]
-
-    def store(self, value: Any) -> Any:
-        return value
-
-    def call(
-        self, method: str, arguments: Sequence[tuple[Any, ...]], result_ranks: Sequence[int]
-    ) -> list[Any]:
-        result = getattr(self._worker, method)(*arguments[0])
-        return [result for _ in result_ranks]
-
-    def call_and_store(self, method: str) -> Callable[[], Any]:
-        result = getattr(self._worker, method)()
-        return lambda: result
-
-    def close(self) -> None:
-        distributed.shutdown()
-
-
 class RanksOfJob(LocalRank):
     """One rank of a job whose processes all run the driver, with the results of every rank."""
 
     def __init__(self, settings: TrainerConfig, rank: int, port: int) -> None:
         self._rank = rank
-        self._worker = TrainerWorker(settings, rank, "127.0.0.1", port, 1)
+        self.worker = TrainerWorker(settings, rank, "127.0.0.1", port, 1)
 
     def ready(self) -> list[RankPosition]:
-        return self._gather(self._worker.position())
+        return self._gather(self.worker.position())
 
     def call(
         self, method: str, arguments: Sequence[tuple[Any, ...]], result_ranks: Sequence[int]
     ) -> list[Any]:
-        results = self._gather(getattr(self._worker, method)(*arguments[self._rank]))
+        results = self._gather(getattr(self.worker, method)(*arguments[self._rank]))
         return [results[rank] for rank in result_ranks]
 
     @staticmethod
@@ -131,10 +106,10 @@ class LocalRollouts:
                 engine_config.deterministic,
             )
         worker_class = select_worker_class(config.tasks)
-        self._worker = worker_class(settings, lambda: engine, torch.get_num_threads())
+        self.worker = worker_class(settings, lambda: engine, torch.get_num_threads())
         # The check starts one more server, so one check per process and settings is enough.
         with patch.object(python_sandbox, "check_isolation", _check_isolation_once):
-            self._do(self._worker.start())
+            self._do(self.worker.start())
 
     def _do[Result](self, work: Coroutine[Any, Any, Result]) -> Result:
         return asyncio.run_coroutine_threadsafe(work, self._loop).result()
@@ -143,15 +118,15 @@ class LocalRollouts:
         if self.alter_weights is not None:
             source = self.alter_weights(source, version)
         weights = weights_for_engine(source, self._trained, self._held)
-        self._do(self._worker.load_weights(TensorBytes.of(weights), version))
+        self._do(self.worker.load_weights(TensorBytes.of(weights), version))
 
     def prepare_sync(self, source: WeightSource) -> None: ...
 
     def mxfp4_digests(self) -> list[Digests]:
-        return [self._do(self._worker.mxfp4_digests())]
+        return [self._do(self.worker.mxfp4_digests())]
 
     def score(self, token_ids: list[int], temperature: float) -> list[list[float]]:
-        return [self._do(self._worker.score(token_ids, temperature))]
+        return [self._do(self.worker.score(token_ids, temperature))]
 
     def stream(self) -> GroupStream:
         return GroupStream(self.begin)
@@ -165,7 +140,7 @@ class LocalRollouts:
     async def _run_group(self, admitted: AdmittedGroup) -> None:
         request = admitted.request
         try:
-            group = await self._worker.run_group(
+            group = await self.worker.run_group(
                 request.task,
                 request.seeds,
                 request.temperature,
@@ -196,7 +171,7 @@ class LocalRollouts:
         # Groups of later steps that are no longer needed.
         for running in list(self._running):
             running.cancel()
-        self._do(self._worker.close())
+        self._do(self.worker.close())
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
@@ -265,3 +240,17 @@ def local_loop(
             ),
             group_store=group_store,
         )
+
+
+def train_and_record(loop: RlLoop) -> list[TrainingSamples]:
+    """Run all steps of a loop. Return the samples of each step, as the trainer got them."""
+    trained: list[TrainingSamples] = []
+    learn = loop.trainer.rl_step
+
+    def record(samples: TrainingSamples, step: int) -> Any:
+        trained.append(samples)
+        return learn(samples, step)
+
+    loop.trainer.rl_step = record  # type: ignore[method-assign]
+    loop.train()
+    return trained

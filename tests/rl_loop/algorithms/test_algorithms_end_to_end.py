@@ -168,7 +168,7 @@ def test_rollouts_overlap_training_and_lag_by_one_version(tmp_path: Path) -> Non
     ]
     settings = config(tmp_path, *options)
     rollouts = LocalRollouts(settings)
-    generate = rollouts._worker.engine.generate
+    generate = rollouts.worker.engine.generate
     learning = [threading.Event() for _ in range(4)]
     generated = [threading.Event() for _ in range(4)]
 
@@ -182,7 +182,7 @@ def test_rollouts_overlap_training_and_lag_by_one_version(tmp_path: Path) -> Non
         generated[step].set()
         return result
 
-    rollouts._worker.engine.generate = generate_concurrently  # type: ignore[method-assign]
+    rollouts.worker.engine.generate = generate_concurrently  # type: ignore[method-assign]
     with local_loop(settings, rollouts) as loop:
         learn = loop.trainer.rl_step
 

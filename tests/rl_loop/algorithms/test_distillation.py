@@ -298,7 +298,7 @@ def distil(settings: SftConfig, rank: int, port: int) -> dict[str, Any]:
         )
         batches = local_batches(data, 64, settings.parallel)
         columns: dict[int, Any] = {}
-        tops = ranks._worker.teachers.scorers[0].top_log_probs(batches, 8)
+        tops = ranks.worker.teachers.scorers[0].top_log_probs(batches, 8)
         for batch, (ids, log_probs) in zip(batches, tops, strict=True):
             both = torch.cat([ids.double(), log_probs.double()], dim=1)
             columns |= unpack(both, batch)

@@ -27,7 +27,7 @@ from rl_loop.lifecycle.start_checks import check_teacher
 from rl_loop.tracking.metrics import StepMetrics
 from rl_loop.tracking.run_directory import read_training_steps
 from rl_loop.tracking.step_metrics import add_teacher_metrics
-from tests.support.in_process import local_loop
+from tests.support.in_process import local_loop, train_and_record
 from tests.support.rl_loop.algorithms import build_sample_batch, save_teacher
 from tests.support.rl_loop.small_config import config
 
@@ -241,16 +241,8 @@ def distilling(directory: Path, teacher: Path, *overrides: str) -> RlConfig:
 
 def test_policy_approaches_its_teacher_without_rewards(tmp_path: Path, teacher: Path) -> None:
     settings = distilling(tmp_path, teacher, "training.steps=16", "algorithm.routing_replay=R3")
-    trained: list[TrainingSamples] = []
     with local_loop(settings) as loop:
-        learn = loop.trainer.rl_step
-
-        def noted(samples: TrainingSamples, step: int) -> Any:
-            trained.append(samples)
-            return learn(samples, step)
-
-        loop.trainer.rl_step = noted  # type: ignore[method-assign]
-        loop.train()
+        trained = train_and_record(loop)
     steps = read_training_steps(settings.directory / "metrics.jsonl")
 
     distances = [step["distillation/teacher_kl"] for step in steps]

@@ -24,9 +24,10 @@ from rl_loop.run_parts import build_tasks
 from rl_loop.sandbox import ExecutionResult
 from rl_loop.tasks.source import TaskMixture
 from rl_loop.tasks.task_file import TaskFileError
+from rl_loop.trainer.local_rank import LocalRank
 from rl_loop.trainer.rank_inputs import RankInputs
 from rl_loop.trainer.teacher_plan import plan_teachers
-from tests.support.in_process import LocalRank, local_trainer
+from tests.support.in_process import local_trainer
 from tests.support.rl_loop.algorithms import save_teacher
 from tests.support.rl_loop.scripted_engine import ScriptedEngine
 from tests.support.rl_loop.small_config import config
@@ -104,7 +105,7 @@ def test_teacher_scores_its_prompt_and_the_policys_tokens(
     samples = to_samples(groups, settings.algorithm, 0, settings.teacher_of_source)
     trainer = local_trainer(settings)
     assert isinstance(trainer.ranks, LocalRank)
-    teachers = trainer.ranks._worker.teachers
+    teachers = trainer.ranks.worker.teachers
     try:
         plan = trainer._plan(samples)
         (inputs,) = trainer._inputs.store(

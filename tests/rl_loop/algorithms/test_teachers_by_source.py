@@ -25,10 +25,11 @@ from rl_loop.lifecycle.inputs import read_inputs
 from rl_loop.lifecycle.resume import input_paths
 from rl_loop.lifecycle.start_checks import check_run_requirements
 from rl_loop.trainer.group import TrainerGroup
+from rl_loop.trainer.local_rank import LocalRank
 from rl_loop.trainer.rank_inputs import RankInputs
 from rl_loop.trainer.teacher_plan import plan_teachers
 from tests.support.distributed import free_port, run_distributed
-from tests.support.in_process import LocalRank, RanksOfJob, local_loop, local_trainer
+from tests.support.in_process import RanksOfJob, local_loop, local_trainer, train_and_record
 from tests.support.megatron_gptoss.layouts import LAYOUTS
 from tests.support.rl_loop.algorithms import save_teacher
 from tests.support.rl_loop.small_config import config
@@ -74,16 +75,8 @@ def test_each_source_has_the_advantage_of_its_teacher(tmp_path: Path, teachers: 
     settings = distilling(
         tmp_path, by_source(teachers), "algorithm.advantage=none", "training.steps=1"
     )
-    trained: list[TrainingSamples] = []
     with local_loop(settings) as loop:
-        learn = loop.trainer.rl_step
-
-        def noted(samples: TrainingSamples, step: int) -> Any:
-            trained.append(samples)
-            return learn(samples, step)
-
-        loop.trainer.rl_step = noted  # type: ignore[method-assign]
-        loop.train()
+        trained = train_and_record(loop)
     (samples,) = trained
     assert samples.teachers is not None and set(samples.teachers) == {0, 1}
 
@@ -153,10 +146,10 @@ def columns_by_sequence(
     plan = trainer._plan(samples)
     inputs: RankInputs = trainer._inputs.store(
         samples, plan, teachers=plan_teachers(samples, plan, settings)
-    )[rank._worker.position().data]
+    )[rank.worker.position().data]
     packed = inputs.pack(1)
     assert settings.algorithm.divergence is not None
-    worker = rank._worker
+    worker = rank.worker
     worker.teachers.add_columns(packed, inputs, settings.algorithm.divergence.top_k)
     log_probs = worker.teachers.log_probs(inputs)
 
@@ -199,7 +192,7 @@ def test_each_sequence_has_the_columns_of_its_teacher(
     assert isinstance(rank, LocalRank)
     try:
         found = columns_by_sequence(settings, trainer, rank)
-        scorers: list[LogProbScorer] = rank._worker.teachers.scorers
+        scorers: list[LogProbScorer] = rank.worker.teachers.scorers
         samples = mixed_samples()
         assert samples.teachers is not None
         for i, teacher in enumerate(samples.teachers):

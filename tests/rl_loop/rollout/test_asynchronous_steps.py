@@ -326,14 +326,14 @@ def test_error_in_a_group_ends_the_run(tmp_path: Path) -> None:
 
     def break_a_group(loop: RlLoop) -> None:
         rollouts: Any = loop.rollouts
-        run_group = rollouts._worker.run_group
+        run_group = rollouts.worker.run_group
 
         async def broken(task: Any, *arguments: Any, **options: Any) -> Any:
             if task.task_id.endswith("-7"):
                 raise AssertionError("a bug")
             return await run_group(task, *arguments, **options)
 
-        rollouts._worker.run_group = broken
+        rollouts.worker.run_group = broken
 
     with pytest.raises(AssertionError, match="a bug"):
         run.train(prepare=break_a_group)

@@ -25,11 +25,11 @@ from rl_loop.config.partial_configs import TrainerConfig
 from rl_loop.config.run import RlConfig
 from rl_loop.trainer import adapter_archiver
 from rl_loop.trainer.group import TrainerGroup
+from rl_loop.trainer.local_rank import LocalRank
 from rl_loop.trainer.rank_inputs import RankInputStore
 from rl_loop.trainer.step_plan import plan_step
 from rl_loop.trainer.worker import TrainerWorker
 from tests.support.distributed import free_port, run_distributed
-from tests.support.in_process import LocalRank
 from tests.support.rl_loop.trainer.adapter_rank import (
     ADAPTER,
     CONFIGS,
@@ -115,7 +115,7 @@ def test_training_continues_while_adapters_are_read(
         save_next(group, 1, block=False)
         train_until(lambda: latest_checkpoint(checkpoints) is not None, group)
         save_next(group, 2, block=False)
-        writer = rank._worker._checkpoints._writers[0][0]
+        writer = rank.worker._checkpoints._writers[0][0]
         train_until(lambda: writer._pending.is_written(), group)
         group.sft_step(SAMPLES, 0)
         assert names(checkpoints) == ["latest", "step_000001", "step_000002.partial"]
@@ -139,7 +139,7 @@ def test_full_disk_for_adapters_is_named_and_loses_no_step(
             disk.setattr(SafetensorsWriter, "add", fail)
             save_next(group, 1, block=False)
             train_until(lambda: latest_checkpoint(run / "checkpoints") is not None, group)
-            rank._worker._checkpoints._adapter_archiver.wait()
+            rank.worker._checkpoints._adapter_archiver.wait()
             message = rf"{run}/adapters/step_000001: .*step_000001 could not be written .*No space"
             with pytest.raises(CheckpointError, match=message):
                 save_next(group, 2, block=False)

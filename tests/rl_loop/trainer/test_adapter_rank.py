@@ -76,7 +76,7 @@ def test_reference_policy_is_the_base_without_a_second_model(base: Path, tmp_pat
         assert np.array_equal(after, expected)
         assert np.abs(group.score(SAMPLES) - expected).max() > 0.1
 
-        worker = rank._worker
+        worker = rank.worker
         assert worker.reference is None
         embeddings = [name for name, _ in list_models(worker) if name.endswith("word_embeddings")]
         assert len(embeddings) == 1
@@ -98,7 +98,7 @@ def list_models(worker: object) -> Iterator[tuple[str, torch.nn.Module]]:
 
 def test_full_training_has_a_separate_reference_model(base: Path, tmp_path: Path) -> None:
     with open_trainer(tmp_path / "x", f"initial_weights={base}/hf", KL) as (_, rank):
-        embeddings = [n for n, _ in list_models(rank._worker) if n.endswith("word_embeddings")]
+        embeddings = [n for n, _ in list_models(rank.worker) if n.endswith("word_embeddings")]
         assert len(embeddings) == 2
 
 
@@ -172,7 +172,7 @@ def test_reference_of_a_run_with_initial_adapter_includes_it(
         reference = group.compute_estimates(SAMPLES)["reference_log_probs"]
         assert np.array_equal(reference, started_with)
         assert np.abs(learned - started_with).max() > 0.01
-        assert rank._worker.reference is None
+        assert rank.worker.reference is None
 
         # Scoring the reference does not change the policy or its later updates.
         assert np.array_equal(group.score(SAMPLES), learned)

@@ -26,9 +26,9 @@ from rl_loop.tracking.metrics import StepMetrics
 from rl_loop.tracking.step_metrics import add_optimizer_metrics
 from rl_loop.trainer import worker as worker_module
 from rl_loop.trainer.group import TrainerGroup
+from rl_loop.trainer.local_rank import LocalRank
 from rl_loop.trainer.memory_metrics import memory_metrics
 from rl_loop.weight_sync.source import SyncError
-from tests.support.in_process import LocalRank
 from tests.support.megatron_gptoss.reference import documents
 from tests.support.megatron_gptoss.scripted_gpu import ScriptedGpu
 
@@ -58,7 +58,7 @@ def gpu(rank: LocalRank, monkeypatch: pytest.MonkeyPatch) -> ScriptedGpu:
     """Return the mock GPU that the rank measures and whose cache it releases."""
     gpu = ScriptedGpu()
     monkeypatch.setattr(worker_module, "release_cached_memory", gpu.release_cached_memory)
-    rank._worker.memory = PhaseMemory(gpu)
+    rank.worker.memory = PhaseMemory(gpu)
     return gpu
 
 
@@ -117,7 +117,7 @@ def test_step_reports_memory_of_all_phases_since_the_last_step(
         gpu.release_cached_memory()
 
     monkeypatch.setattr(worker_module, "release_cached_memory", release_cached_memory)
-    worker = rank._worker
+    worker = rank.worker
     worker.memory = worker.trainer.memory = PhaseMemory(gpu)
     gpu.allocate(1000)
     trainer = TrainerGroup(settings, rank)
@@ -165,14 +165,14 @@ def test_step_reports_memory_of_all_phases_since_the_last_step(
 
 def test_failed_sync_releases_the_cache(rank: LocalRank, gpu: ScriptedGpu) -> None:
     with pytest.raises(ConnectionError, match="a server is gone"):
-        rank._worker.send_weights(Sender(gpu, fails=True))
+        rank.worker.send_weights(Sender(gpu, fails=True))
     assert gpu.peak_reserved == gpu.reserved == 0
 
 
 def test_rejected_gathering_releases_the_cache(
     rank: LocalRank, gpu: ScriptedGpu, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    worker = rank._worker
+    worker = rank.worker
     gpu.allocate(2000)
     gpu.allocate(-2000)
 
@@ -192,7 +192,7 @@ def test_rejected_gathering_releases_the_cache(
 
 
 def test_memory_released_by_an_update_is_counted_once(rank: LocalRank, gpu: ScriptedGpu) -> None:
-    worker = rank._worker
+    worker = rank.worker
     worker.memory.enter("between_phases")
     gpu.allocate(6000)
     gpu.allocate(-5000)

@@ -82,7 +82,7 @@ def test_resume_names_every_damaged_file_if_none_is_intact(
 
 def checkpoints_in(directory: Path, trainer: TrainerGroup) -> RunCheckpoints:
     """Return the checkpoints of another run with the same models, which keeps one of them."""
-    worker = trainer.ranks._worker
+    worker = trainer.ranks.worker
     settings = worker.settings
     training = settings.training.model_copy(update={"keep_checkpoints": 1})
     settings = settings.model_copy(

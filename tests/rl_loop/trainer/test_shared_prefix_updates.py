@@ -24,8 +24,9 @@ from rl_loop.config.every_run import RunConfig
 from rl_loop.config.load import load_config
 from rl_loop.config.run import RlConfig, SftConfig
 from rl_loop.trainer.group import TrainerGroup
+from rl_loop.trainer.local_rank import LocalRank
 from tests.support.distributed import free_port, run_distributed
-from tests.support.in_process import LocalRank, RanksOfJob
+from tests.support.in_process import RanksOfJob
 from tests.support.megatron_gptoss.branching import branching_samples
 from tests.support.megatron_gptoss.layouts import LAYOUTS
 from tests.support.rl_loop.trainer.adapter_rank import ADAPTER, CONFIGS
@@ -128,7 +129,7 @@ def results_on_rank(config: RunConfig, samples: TrainingSamples, rank: LocalRank
         # The number of routes is that of the computed tokens.
         sums = {k: v for k, v in update.sums.items() if not k.startswith("routes_")}
         found |= sums | {"gradient norm": update.grad_norm}
-        for owner in (rank._worker.trainer, rank._worker.critic):
+        for owner in (rank.worker.trainer, rank.worker.critic):
             if owner is not None:
                 found |= {
                     f"{type(owner).__name__}/{name}": p.main_grad.clone()

@@ -21,12 +21,12 @@ from rl_loop.config.partial_configs import TrainerConfig
 from rl_loop.config.run import RlConfig
 from rl_loop.data.rollout_batch import RlUpdates
 from rl_loop.trainer.group import TrainerGroup
+from rl_loop.trainer.local_rank import LocalRank
 from rl_loop.trainer.rank_inputs import RankInputStore
 from rl_loop.trainer.rank_state import RankPosition
 from rl_loop.trainer.step_plan import plan_step
 from rl_loop.trainer.worker import TrainerWorker
 from tests.support.distributed import free_port, run_distributed
-from tests.support.in_process import LocalRank
 from tests.support.megatron_gptoss.layouts import LAYOUTS
 from tests.support.megatron_gptoss.reference import documents, hf_logits, hf_model
 

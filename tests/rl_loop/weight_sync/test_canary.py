@@ -20,8 +20,8 @@ from rl_loop.engines.embedded.backend import build_engine
 from rl_loop.engines.embedded.engine import TransformersEngine
 from rl_loop.run_parts import build_tasks
 from rl_loop.trainer.group import TrainerGroup
+from rl_loop.trainer.local_rank import LocalRank
 from rl_loop.weight_sync.canary import TOLERANCES, CanaryError, CanaryTolerance, check_canary
-from tests.support.in_process import LocalRank
 
 TINY = Path(__file__).parents[3] / "configs/rl/tiny_retool.yaml"
 FP32 = CanaryTolerance.of(None, "fp32")

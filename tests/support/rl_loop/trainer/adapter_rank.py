@@ -15,7 +15,7 @@ from megatron_gptoss import distributed
 from rl_loop.config.load import load_config
 from rl_loop.config.run import RlConfig
 from rl_loop.trainer.group import TrainerGroup
-from tests.support.in_process import LocalRank
+from rl_loop.trainer.local_rank import LocalRank
 from tests.support.megatron_gptoss.reference import documents
 
 CONFIGS = Path(__file__).parents[4] / "configs"
@@ -70,7 +70,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("base")
     with open_trainer(root / "random", "initial_weights=null") as (group, rank):
         weights = packable(group.weights())
-        model = rank._worker.settings.model
+        model = rank.worker.settings.model
     write_hf_directory(root / "hf", model, weights.items())
     with open_trainer(root / "run", f"initial_weights={root}/hf") as (group, _):
         group.save(1, {"step": 1}, True)
