@@ -570,7 +570,8 @@ def runs_of(line: str) -> tuple[set[str], set[str]]:
         return reads, {str(config.output_dir / config.name)}
 
     named = {
-        word.rpartition("=")[2]
+        # A run writes its export.
+        word.rpartition("=")[2].removesuffix("/export")
         for option, word in itertools.pairwise(words)
         if "runs/" in word and option not in ("--out", "--work")
     }

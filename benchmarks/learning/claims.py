@@ -45,8 +45,8 @@ from benchmarks.learning.reference_model import (
     warm_start,
 )
 
-BALANCED = ("load_balancing_loss=0.1",)
-"""Overrides of the warm start, which would otherwise leave experts without tokens."""
+WARM_START = ("load_balancing_loss=0.1", "optimizer.lr=3.0e-4")
+"""Overrides of the warm start. Without the first, it would leave experts without tokens."""
 
 REPLAY = ["algorithm.routing_replay=R3"]
 """Overrides of every run, before those of its variant."""
@@ -181,7 +181,7 @@ def main() -> None:
         gsm8k=options.gsm8k,
         is_cpu=options.cpu,
         overrides=tuple(options.overrides),
-        sft_overrides=BALANCED,
+        sft_overrides=WARM_START,
     )
     printed = train(plan, options.claims, options.seeds, options.jobs)
     print(printed)

@@ -9,10 +9,11 @@ of the run. Prints a table with one row per layer:
     sink          mean probability of the sink, over all tokens and heads
     least, most   load of the least and the most used expert; 1 is an even share of the tokens
 
-The last lines are the mean of the sinks, the losses of this model and of the dense model in nats
-per token in the loss, and the perplexity relative to the dense model. Exits with code 1 if a bar is
-missed: a sink between 1% and 60% in every layer, no unused expert, no expert above 2 even shares,
-and a relative perplexity of at most 1.05.
+The last lines have the mean of the sinks, and the losses of this model and of the dense model in
+nats per token, with the perplexity relative to the dense model: over the tokens in the loss of the
+run, which are all tokens in distillation, and over the assistant's tokens. Exits with code 1 if a
+bar is missed: a mean of the sinks between 1% and 60%, no sink above 60%, no unused expert, no
+expert above 2 even shares, and a relative perplexity of at most 1.05 over the tokens in the loss.
 """
 
 import argparse
@@ -33,22 +34,52 @@ from converters.hf_directory import HfDirectory
 from converters.reference.decoder import Decoder
 from converters.reference.gpt_oss import GptOss, HuggingFaceGptOss
 from megatron_gptoss.families.gpt_oss.config import GptOssModelConfig
-from megatron_gptoss.samples import TrainingSamples
 from rl_loop.algorithms.choices import DistillationLoss
 from rl_loop.config.load import load_config
 from rl_loop.config.run import SftConfig
 from rl_loop.conversations.rejections import RejectionReport
 from rl_loop.run_parts import open_conversations
+from rl_loop.supervised_data import with_all_tokens
 
-SINK = (0.01, 0.6)
-"""Accepted range of a layer's mean probability of the sink."""
+MIN_SINK = 0.01
+"""Smallest accepted probability of the sink, mean of the layers."""
+MAX_SINK = 0.6
+"""Largest accepted probability of the sink of a layer."""
 MAX_LOAD = 2.0
 """Largest accepted load of an expert, in even shares."""
 MAX_PERPLEXITY = 1.05
 """Largest accepted perplexity relative to the dense model."""
 
-Document = tuple[Tensor, Tensor]
-"""Tokens and loss mask of a conversation, int64 and bool [tokens]."""
+
+@dataclass(frozen=True)
+class Document:
+    """Tokens of a conversation with two masks, [tokens]."""
+
+    token_ids: Tensor
+    """int64"""
+    in_loss: Tensor
+    """True for the tokens in the validation loss of the run."""
+    of_assistant: Tensor
+    """True for the assistant's tokens."""
+
+
+@dataclass
+class Losses:
+    """Losses of two models on the same tokens, in nats per token."""
+
+    model: float
+    dense: float
+
+    @property
+    def perplexity(self) -> float:
+        """Perplexity of the model relative to the dense model."""
+        return exp(self.model - self.dense)
+
+    def __str__(self) -> str:
+        return (
+            f"loss {self.model:.4f}, of the dense model {self.dense:.4f}, "
+            f"relative perplexity {self.perplexity:.3f}"
+        )
 
 
 class MeasuredGptOss(GptOss):
@@ -81,22 +112,17 @@ class Result:
     """Mean probability of the sink by layer."""
     loads: list[list[float]]
     """Load of every expert by layer; 1 is an even share."""
-    loss: float
-    """Loss of the model, nats per token in the loss."""
-    dense_loss: float
-    """Loss of the dense model, nats per token in the loss."""
-
-    @property
-    def perplexity(self) -> float:
-        """Perplexity relative to the dense model."""
-        return exp(self.loss - self.dense_loss)
+    in_loss: Losses
+    """Losses on the tokens in the loss of the run."""
+    of_assistant: Losses
+    """Losses on the assistant's tokens."""
 
     def missed(self) -> list[str]:
         """Return a sentence for every missed bar."""
         layers = list(enumerate(zip(self.sinks, self.loads, strict=True)))
         of_bar = {
-            f"the sink is outside {SINK[0]:.0%} to {SINK[1]:.0%} in layers": [
-                layer for layer, (sink, _) in layers if not SINK[0] <= sink <= SINK[1]
+            f"the sink is above {MAX_SINK:.0%} in layers": [
+                layer for layer, (sink, _) in layers if not sink <= MAX_SINK
             ],
             "an expert is not used in layers": [
                 layer for layer, (_, loads) in layers if min(loads) == 0
@@ -108,7 +134,9 @@ class Result:
         sentences = [
             f"{bar} {', '.join(map(str, where))}" for bar, where in of_bar.items() if where
         ]
-        if not self.perplexity <= MAX_PERPLEXITY:
+        if not fmean(self.sinks) >= MIN_SINK:
+            sentences.append(f"the mean of the sinks is below {MIN_SINK:.0%}")
+        if not self.in_loss.perplexity <= MAX_PERPLEXITY:
             sentences.append(f"the relative perplexity is above {MAX_PERPLEXITY}")
         return sentences
 
@@ -121,8 +149,8 @@ class Result:
                 *rows,
                 "",
                 f"sinks, mean of the layers {fmean(self.sinks):.1%}",
-                f"loss {self.loss:.4f}, of the dense model {self.dense_loss:.4f}",
-                f"perplexity relative to the dense model {self.perplexity:.3f}",
+                f"tokens in the loss: {self.in_loss}",
+                f"assistant's tokens: {self.of_assistant}",
             ]
         )
 
@@ -141,29 +169,33 @@ def measure(model: Path, dense: Path, documents: Sequence[Document]) -> Result:
     if not isinstance(config, GptOssModelConfig):
         sys.exit(f"{model}: model_type is {config.model_type}, but sinks and experts need gpt_oss")
     measured = MeasuredGptOss(config, HuggingFaceGptOss(config, cache(source.get)))
-    loss = mean_loss(measured, documents)
+    in_loss, of_assistant = mean_losses(measured, documents)
 
     dense_source = HfDirectory(dense)
     reference = hugging_face_reference(dense_source.config, cache(dense_source.get))
-    tokens = sum(len(ids) for ids, _ in documents)
+    dense_in_loss, dense_of_assistant = mean_losses(reference, documents)
+
+    tokens = sum(len(document.token_ids) for document in documents)
     even_share = tokens * config.experts_per_token / config.num_experts
     return Result(
         sinks=(measured.sinks / (tokens * config.num_attention_heads)).tolist(),
         loads=(measured.loads / even_share).tolist(),
-        loss=loss,
-        dense_loss=mean_loss(reference, documents),
+        in_loss=Losses(in_loss, dense_in_loss),
+        of_assistant=Losses(of_assistant, dense_of_assistant),
     )
 
 
-def mean_loss(model: Decoder, documents: Iterable[Document]) -> float:
-    """Return the loss in nats per token in the loss."""
-    total, count = 0.0, 0
-    for tokens, in_loss in documents:
-        log_probs = model.logits(tokens)[:-1].log_softmax(-1)
-        of_labels = log_probs.gather(1, tokens[1:, None])[:, 0][in_loss[1:]]
-        total -= float(of_labels.sum(dtype=torch.float64))
-        count += len(of_labels)
-    return total / count
+def mean_losses(model: Decoder, documents: Iterable[Document]) -> tuple[float, float]:
+    """Return the losses on the tokens in the loss and on the assistant's, in nats per token."""
+    totals, counts = [0.0, 0.0], [0, 0]
+    for document in documents:
+        log_probs = model.logits(document.token_ids)[:-1].log_softmax(-1)
+        of_labels = log_probs.gather(1, document.token_ids[1:, None])[:, 0]
+        for i, mask in enumerate((document.in_loss, document.of_assistant)):
+            selected = of_labels[mask[1:]]
+            totals[i] -= float(selected.sum(dtype=torch.float64))
+            counts[i] += len(selected)
+    return totals[0] / counts[0], totals[1] / counts[1]
 
 
 def validation_documents(config: SftConfig) -> Iterator[Document]:
@@ -174,14 +206,13 @@ def validation_documents(config: SftConfig) -> Iterator[Document]:
     if not sources:
         sys.exit("the run has no validation conversations. Set data.validation_fraction")
     for samples in sources.values():
-        yield from split_documents(samples)
-
-
-def split_documents(samples: TrainingSamples) -> Iterator[Document]:
-    """Yield the sequences of samples."""
-    for start, end in zip(samples.offsets[:-1], samples.offsets[1:], strict=True):
-        ids, mask = samples.token_ids[start:end], samples.loss_mask[start:end]
-        yield torch.from_numpy(ids).long(), torch.from_numpy(mask).bool()
+        in_loss = with_all_tokens(samples) if config.trains_all_tokens else samples
+        for start, end in zip(samples.offsets[:-1], samples.offsets[1:], strict=True):
+            yield Document(
+                torch.from_numpy(samples.token_ids[start:end]).long(),
+                torch.from_numpy(in_loss.loss_mask[start:end]).bool(),
+                torch.from_numpy(samples.loss_mask[start:end]).bool(),
+            )
 
 
 def main() -> None:
@@ -210,7 +241,7 @@ def main() -> None:
 
     documents = list(validation_documents(config))
     result = measure(args.model or args.run / "export", dense, documents)
-    print(f"{len(documents)} conversations, {sum(len(ids) for ids, _ in documents):,} tokens\n")
+    print(f"{len(documents)} conversations, {sum(len(d.token_ids) for d in documents):,} tokens\n")
     print(result)
     for sentence in result.missed():
         print(f"missed: {sentence}")

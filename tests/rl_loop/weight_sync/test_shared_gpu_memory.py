@@ -183,13 +183,13 @@ def test_memory_shared_with_a_killed_server_is_freed(opened: bool) -> None:
     handles = [_SharedTensor(tensor), _SharedTensor(tensor)]
     for handle in handles:
         ForkingPickler(io.BytesIO()).dump(handle)
-        assert users_of_memory(*handle.use_count) == 1
+        assert users_of_memory(*handle.counter_location) == 1
 
     for handle in handles:
         if opened:
-            torch.UntypedStorage._release_ipc_counter(*handle.use_count, device=tensor.device)
+            torch.UntypedStorage._release_ipc_counter(*handle.counter_location, device=tensor.device)
         handle.disown()
-        assert users_of_memory(*handle.use_count) == 0
+        assert users_of_memory(*handle.counter_location) == 0
     del tensor, handles, handle
     torch.cuda.ipc_collect()
     assert torch.cuda.memory_allocated() == before
