@@ -17,12 +17,12 @@ from converters.hf_directory import HfDirectory
 from converters.mapping import Shape
 from converters.megatron_checkpoint import read_model_config
 from converters.ordered_map import Progress
+from converters.peft_directory import PeftDirectory
 from converters.peft_format import (
     BASE_KEY,
     MERGE_KEY,
     WEIGHTS_FILE,
     AdapterMapping,
-    PeftDirectory,
     adapter_mappings,
 )
 from converters.peft_settings import EXPERTS, PEFT_CONFIG_FILE, peft_config

@@ -21,7 +21,9 @@ from rl_loop.environments import (
     ToolError,
     UnknownToolError,
 )
-from rl_loop.environments.base import ScriptedPolicy, Split, final, function_call, parse_arguments
+from rl_loop.environments.base import ScriptedPolicy, Split
+from rl_loop.environments.scripted_messages import final, function_call
+from rl_loop.environments.tool_calls import parse_arguments
 from rl_loop.harmony.codec import Tool
 
 COINS = (8, 5, 1)

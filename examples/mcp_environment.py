@@ -21,8 +21,8 @@ from mcp.server import MCPServer
 from pydantic import Field
 
 from rl_loop.environments import Task, make_offline_environment
-from rl_loop.environments.base import final, function_call, think
 from rl_loop.environments.mcp_tools import McpEnvironment, McpOptions
+from rl_loop.environments.scripted_messages import final, function_call, think
 from rl_loop.environments.tool_servers.config import ToolServerConfig
 from rl_loop.tasks.demonstrations import play
 

@@ -91,8 +91,13 @@ API: dict[str, dict[str, list[str]]] = {
             "StepResult",
             "EnvironmentOptions",
             "ScriptedPolicy",
+        ],
+        "rl_loop.environments.scripted_messages": ["think", "final", "function_call"],
+        "rl_loop.environments.tool_calls": [
             "ToolError",
             "UnknownToolError",
+            "parse_recipient",
+            "parse_arguments",
         ],
     },
     "Episodes": {

@@ -40,7 +40,7 @@ import psutil
 from examples import clerk_agent
 from rl_loop.config.load import load_config
 from rl_loop.config.run import RlConfig
-from rl_loop.conversations.formats import read_tools
+from rl_loop.conversations.tool_descriptions import read_tools
 from rl_loop.data.trajectory import TrajectoryGroup
 from rl_loop.environments import Environment, StepResult, Task
 from rl_loop.evaluation.evaluate import load_weights

@@ -21,9 +21,9 @@ from rl_loop.environments.base import (
     ScriptedPolicy,
     Split,
     StepResult,
-    final,
 )
 from rl_loop.environments.retool import ReToolEnvironment, ReToolOptions
+from rl_loop.environments.scripted_messages import final
 from rl_loop.harmony.codec import ParsedMessage, PythonTool
 
 MAX_CALLS = 6

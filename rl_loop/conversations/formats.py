@@ -1,6 +1,7 @@
 """Reads records of files as conversations.
 
-The formats are ``messages`` of OpenAI and Hugging Face, ShareGPT, and Harmony's own JSON. Unknown
+The formats are ``messages`` of OpenAI and Hugging Face, ShareGPT, and Harmony's own JSON, which
+``harmony_records`` reads. Unknown
 keys of a record, such as ids or scores, are ignored. Unknown keys of a message are errors, because
 content that cannot be rendered would be lost silently.
 """
@@ -9,17 +10,17 @@ import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from openai_harmony import DeveloperContent, Message, ReasoningEffort, Role, SystemContent
-from pydantic import ValidationError
+from openai_harmony import ReasoningEffort
 
 from rl_loop.chat.open_calls import Numbered, UnmatchedToolOutputError, in_call_order, parse_calls
-from rl_loop.chat.tools import check_names
 from rl_loop.conversations.config import Format
-from rl_loop.conversations.conversation import BUILTIN_NAMESPACES, Conversation, make_conversation
+from rl_loop.conversations.conversation import Conversation, make_conversation
 from rl_loop.conversations.errors import ConversationError
+from rl_loop.conversations.harmony_records import read_harmony
+from rl_loop.conversations.record_values import json_type, read_list
+from rl_loop.conversations.tool_descriptions import read_tools
 from rl_loop.harmony.codec import Tool
 from rl_loop.harmony.conversation import describe_message
-from rl_loop.harmony.json_schema import harmony_schema
 
 THOUGHTS = ("thinking", "reasoning_content", "reasoning")
 """Keys of the analysis before a message, in data sets and servers' responses."""
@@ -58,7 +59,7 @@ def resolve_format(record: Any, record_format: Format) -> Format:
         ConversationError: if the record is not a conversation.
     """
     if not isinstance(record, dict):
-        raise ConversationError(f"a conversation is a JSON object, not {_kind(record)}")
+        raise ConversationError(f"a conversation is a JSON object, not {json_type(record)}")
     return detect_format(record) if record_format == "auto" else record_format
 
 
@@ -116,7 +117,7 @@ def plain_messages(record: dict[str, Any]) -> tuple[list[Numbered], list[Tool]]:
 
     messages = [
         (number, _plain_message(number, message))
-        for number, message in enumerate(_read_list(record, "messages"))
+        for number, message in enumerate(read_list(record, "messages"))
     ]
     return messages, read_tools(record.get("tools"))
 
@@ -125,7 +126,7 @@ def _plain_message(number: int, message: Any) -> dict[str, Any]:
     """Return a message with the keys that the codec knows."""
     name = describe_message(number, message)
     if not isinstance(message, dict):
-        raise ConversationError(f"{name}: a message is a JSON object, not {_kind(message)}")
+        raise ConversationError(f"{name}: a message is a JSON object, not {json_type(message)}")
     if message.get("function_call") or message.get("role") == "function":
         raise ConversationError(
             f"{name}: give function calls in 'tool_calls', and answers with the role 'tool'"
@@ -142,7 +143,7 @@ def _plain_message(number: int, message: Any) -> dict[str, Any]:
         plain["thinking"] = thoughts[0]
     if plain.get("tool_calls"):
         plain["tool_calls"] = [
-            _tool_call(name, call) for call in _read_list(plain, "tool_calls", name)
+            _tool_call(name, call) for call in read_list(plain, "tool_calls", name)
         ]
     return plain
 
@@ -167,7 +168,7 @@ def _tool_call(name: str, call: Any) -> dict[str, Any]:
         arguments = _checked_arguments(name, function["name"], arguments)
     elif not isinstance(arguments, dict | None):
         raise ConversationError(
-            f"{name}: the arguments of {function['name']} are {_kind(arguments)}, not an object"
+            f"{name}: the arguments of {function['name']} are {json_type(arguments)}, not an object"
         )
     checked = {"name": function["name"], "arguments": arguments}
     return {"id": call.get("id"), "function": checked}
@@ -185,7 +186,7 @@ def _checked_arguments(name: str, function: str, arguments: str) -> str:
         ) from None
     if not isinstance(value, dict):
         raise ConversationError(
-            f"{name}: the arguments of {function} are {_kind(value)}, not an object"
+            f"{name}: the arguments of {function} are {json_type(value)}, not an object"
         )
     return arguments
 
@@ -250,6 +251,22 @@ def outputs_in_call_order(message: dict[str, Any], outputs: Sequence[Numbered]) 
     return [output for output, _ in ordered]
 
 
+def _reasoning_effort(value: Any) -> ReasoningEffort | None:
+    if value is None:
+        return None
+    efforts = {effort.value.lower(): effort for effort in ReasoningEffort}
+    if not isinstance(value, str) or value.lower() not in efforts:
+        raise ConversationError(
+            f"reasoning_effort is {value!r}. It must be one of {', '.join(efforts)}"
+        )
+    return efforts[value.lower()]
+
+
+def _names(tools: Sequence[Tool]) -> frozenset[str] | None:
+    """Return the callable functions. None if no tools are given: instructions may describe them."""
+    return frozenset(tool.name for tool in tools) if tools else None
+
+
 # ---- ShareGPT
 
 
@@ -266,7 +283,7 @@ def plain_sharegpt(record: dict[str, Any]) -> tuple[list[Numbered], list[Tool]]:
     messages: list[Numbered] = []
     if record.get("system"):
         messages.append((0, {"role": "system", "content": record["system"]}))
-    for number, message in enumerate(_read_list(record, "conversations")):
+    for number, message in enumerate(read_list(record, "conversations")):
         messages.append((number, _sharegpt_message(number, message)))
     return messages, read_tools(record.get("tools"))
 
@@ -302,198 +319,6 @@ def _sharegpt_message(number: int, message: Any) -> dict[str, Any]:
         raise ConversationError(f"{name}: the list of calls is empty")
     tool_calls = [_tool_call(name, call) for call in calls]
     return {"role": "assistant", "tool_calls": tool_calls, **control}
-
-
-# ---- Harmony
-
-
-def read_harmony(record: dict[str, Any]) -> Conversation:
-    """Read the messages of openai-harmony's ``Conversation.to_json``.
-
-    System and developer messages at the beginning are rendered unchanged.
-    """
-    messages = _read_list(record, "messages")
-    system: Message | None = None
-    developer_messages: list[Message] = []
-    functions: set[str] = set()
-    namespaces = set(BUILTIN_NAMESPACES)
-    described = False
-
-    rest: list[Numbered] = []
-    for number, message in enumerate(messages):
-        flat = _without_author(number, message)
-        content = _rich_content(number, flat)
-        if content is None:
-            rest.append((number, flat))
-            continue
-        if rest or (isinstance(content, SystemContent) and number > 0):
-            raise ConversationError(
-                f"{describe_message(number, flat)}: system and developer content must come "
-                "first. Later messages can have text only"
-            )
-
-        # The system message declares built-in tools, which may then be called.
-        if isinstance(content, SystemContent):
-            system = Message.from_role_and_content(Role.SYSTEM, content)
-            namespaces |= set(content.tools or {})
-            continue
-        developer_messages.append(Message.from_role_and_content(Role.DEVELOPER, content))
-        # If tools are described, only these functions may be called.
-        for namespace in (content.tools or {}).values():
-            described = True
-            namespaces.add(namespace.name)
-            functions |= {tool.name for tool in namespace.tools if namespace.name == "functions"}
-
-    return make_conversation(
-        rest,
-        developer_messages=developer_messages,
-        callable_functions=frozenset(functions) if described else None,
-        namespaces=frozenset(namespaces),
-        system=system,
-    )
-
-
-def _without_author(number: int, message: Any) -> dict[str, Any]:
-    """Return a message with role and name at the top level. Harmony may have them in ``author``."""
-    if not isinstance(message, dict):
-        name = describe_message(number, message)
-        raise ConversationError(f"{name}: a message is a JSON object, not {_kind(message)}")
-    author = message.get("author")
-    if author is None:
-        return message
-    if not isinstance(author, dict):
-        raise ConversationError(f"message {number}: 'author' is {_kind(author)}, not an object")
-    return {key: value for key, value in message.items() if key != "author"} | author
-
-
-def _rich_content(number: int, message: dict[str, Any]) -> SystemContent | DeveloperContent | None:
-    """Return the content of a system or developer message. None for a message of text."""
-    content = message.get("content")
-    parts = content if isinstance(content, list) else []
-    kinds = [part.get("type") for part in parts if isinstance(part, dict)]
-    name = describe_message(number, message)
-
-    reader: type[SystemContent] | type[DeveloperContent]
-    if "system_content" in kinds:
-        reader, expected = SystemContent, "system"
-    elif "developer_content" in kinds:
-        reader, expected = DeveloperContent, "developer"
-    elif message.get("role") == "system":
-        raise ConversationError(
-            f"{name}: in Harmony's format, role 'system' needs content of type "
-            "'system_content'. Give instructions the role 'developer'"
-        )
-    else:
-        return None
-
-    if message.get("role") != expected or len(parts) != 1:
-        raise ConversationError(
-            f"{name}: {kinds[0]!r} must be the only content of a message of role {expected!r}"
-        )
-    fields = {key: value for key, value in parts[0].items() if key != "type"}
-    # pydantic would drop unknown keys, and their content would be lost.
-    unknown = sorted(set(fields) - set(reader.model_fields))
-    if unknown:
-        raise ConversationError(f"{name}: {kinds[0]} has no key {unknown[0]!r}")
-    try:
-        content = reader.model_validate(fields)
-    except ValidationError as error:
-        mistake = error.errors()[0]
-        place = ".".join(map(str, mistake["loc"]))
-        raise ConversationError(f"{name}: {kinds[0]}.{place}: {mistake['msg']}") from None
-    for namespace in (content.tools or {}).values():
-        for tool in namespace.tools:
-            tool.parameters = harmony_schema(tool.parameters)
-    return content
-
-
-# ---- tools
-
-
-def read_tools(value: Any) -> list[Tool]:
-    """Read descriptions of functions: OpenAI's form, a JSON schema's form, or either as text."""
-    # Parquet files may store tools as JSON text, because their schemas differ from row to row.
-    if isinstance(value, str) and value.strip():
-        try:
-            value = json.loads(value)
-        except ValueError as error:
-            raise ConversationError(f"'tools' is text that is not JSON: {error}") from None
-    if not value:
-        return []
-    if not isinstance(value, list):
-        raise ConversationError(f"'tools' is {_kind(value)}, not a list")
-
-    tools = [_tool(number, described) for number, described in enumerate(value)]
-    try:
-        check_names(tools)
-    except ValueError as error:
-        raise ConversationError(str(error)) from None
-    return tools
-
-
-def _tool(number: int, described: Any) -> Tool:
-    name = f"tool {number}"
-    if not isinstance(described, dict):
-        raise ConversationError(f"{name}: a tool is a JSON object, not {_kind(described)}")
-    kind = described.get("type")
-    if kind not in (None, "function"):
-        raise ConversationError(f"{name}: its type is {kind!r}. Only functions can be described")
-
-    # OpenAI puts the description into ``function``. Other files have its keys at the top level.
-    function = described.get("function", described)
-    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-        raise ConversationError(f"{name}: it has no name")
-    description = function.get("description") or ""
-    parameters = function.get("parameters") or None
-    if not isinstance(description, str) or not isinstance(parameters, dict | None):
-        raise ConversationError(
-            f"{name} ({function['name']}): its description must be text and its parameters a JSON schema"
-        )
-    try:
-        return Tool(function["name"], description, parameters)
-    except ValueError as error:
-        raise ConversationError(f"{name}: {error}") from None
-
-
-def _names(tools: Sequence[Tool]) -> frozenset[str] | None:
-    """Return the callable functions. None if no tools are given: instructions may describe them."""
-    return frozenset(tool.name for tool in tools) if tools else None
-
-
-# ---- helpers
-
-
-def _read_list(record: Mapping[str, Any], key: str, name: str = "") -> list[Any]:
-    value = record.get(key)
-    if not isinstance(value, list) or not value:
-        where = f"{name}: " if name else ""
-        raise ConversationError(
-            f"{where}{key!r} must be a list of at least one message, not {_kind(value)}"
-        )
-    return value
-
-
-def _reasoning_effort(value: Any) -> ReasoningEffort | None:
-    if value is None:
-        return None
-    efforts = {effort.value.lower(): effort for effort in ReasoningEffort}
-    if not isinstance(value, str) or value.lower() not in efforts:
-        raise ConversationError(
-            f"reasoning_effort is {value!r}. It must be one of {', '.join(efforts)}"
-        )
-    return efforts[value.lower()]
-
-
-def _kind(value: Any) -> str:
-    """Return the JSON name of a value's type."""
-    if value is None:
-        return "null"
-    if isinstance(value, bool):
-        return "true or false"
-    if isinstance(value, list):
-        return "a list" if value else "an empty list"
-    names = {int: "a number", float: "a number", str: "text", dict: "an object"}
-    return names.get(type(value), type(value).__name__)
 
 
 READERS: dict[Format, Callable[[dict[str, Any]], Conversation]] = {

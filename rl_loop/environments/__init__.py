@@ -10,8 +10,6 @@ from rl_loop.environments.base import (
     ScriptedPolicy,
     StepResult,
     Task,
-    ToolError,
-    UnknownToolError,
 )
 from rl_loop.environments.registry import (
     ENVIRONMENTS,
@@ -19,6 +17,7 @@ from rl_loop.environments.registry import (
     make_environment,
     make_offline_environment,
 )
+from rl_loop.environments.tool_calls import ToolError, UnknownToolError
 
 __all__ = [
     "ENVIRONMENTS",

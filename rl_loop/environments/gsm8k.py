@@ -12,16 +12,10 @@ from typing import Any
 
 from rl_loop.chat.tools import PythonTool
 from rl_loop.environments import arithmetic
-from rl_loop.environments.base import (
-    ScriptedPolicy,
-    Split,
-    Task,
-    UnknownToolError,
-    final,
-    text_in,
-    think,
-)
+from rl_loop.environments.base import ScriptedPolicy, Split, Task, text_in
 from rl_loop.environments.retool import ReToolEnvironment, ReToolOptions, build_messages
+from rl_loop.environments.scripted_messages import final, think
+from rl_loop.environments.tool_calls import UnknownToolError
 from rl_loop.sandbox import ExecutionResult
 
 CALCULATION = re.compile(r"<<([^<>=]+)=([^<>=]+)>>")

@@ -20,9 +20,11 @@ from rl_loop.environments.base import (
     Split,
     StepResult,
     Task,
+)
+from rl_loop.environments.scripted_messages import function_call
+from rl_loop.environments.tool_calls import (
     ToolError,
     UnknownToolError,
-    function_call,
     parse_arguments,
     parse_recipient,
 )

@@ -19,7 +19,6 @@ from rl_loop.environments.base import (
     Split,
     StepResult,
     Task,
-    final,
     text_in,
 )
 from rl_loop.environments.instruction_checkers import (
@@ -32,6 +31,7 @@ from rl_loop.environments.instruction_checkers import (
     missing_data,
 )
 from rl_loop.environments.instruction_solutions import SOLUTIONS, write_solution
+from rl_loop.environments.scripted_messages import final
 
 TOPICS = (
     "rivers",

@@ -20,15 +20,17 @@ from rl_loop.environments.base import (
     Split,
     StepResult,
     Task,
-    ToolError,
-    UnknownToolError,
-    parse_arguments,
-    parse_recipient,
     text_in,
 )
 from rl_loop.environments.replayed import RecordedAction, ReplayedEnvironment, ReplayedOptions
 from rl_loop.environments.reward_parts import check_parts, read_parts, with_parts
 from rl_loop.environments.row_tasks import FUNCTIONS, check_function, generated_task, row_task
+from rl_loop.environments.tool_calls import (
+    ToolError,
+    UnknownToolError,
+    parse_arguments,
+    parse_recipient,
+)
 from rl_loop.environments.tool_servers.config import ToolServerConfig
 from rl_loop.environments.tool_servers.connection import ToolResult
 from rl_loop.environments.tool_servers.toolbox import ToolBox, offered_without_episode

@@ -24,13 +24,15 @@ from rl_loop.environments.base import (
     Split,
     StepResult,
     Task,
+)
+from rl_loop.environments.replayed import ReplayedEnvironment, ReplayedOptions, ToolServerLostError
+from rl_loop.environments.row_tasks import row_task
+from rl_loop.environments.tool_calls import (
     ToolError,
     UnknownToolError,
     parse_arguments,
     parse_recipient,
 )
-from rl_loop.environments.replayed import ReplayedEnvironment, ReplayedOptions, ToolServerLostError
-from rl_loop.environments.row_tasks import row_task
 from rl_loop.environments.tool_servers.content import render_blocks
 from rl_loop.infrastructure import InfrastructureError, describe
 

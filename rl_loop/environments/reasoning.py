@@ -18,8 +18,8 @@ from rl_loop.environments.base import (
     Split,
     StepResult,
     Task,
-    final,
 )
+from rl_loop.environments.scripted_messages import final
 from rl_loop.extras import MissingExtraError
 from rl_loop.infrastructure import describe
 from rl_loop.rewards import CheckerError

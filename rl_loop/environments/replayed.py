@@ -14,9 +14,9 @@ from rl_loop.environments.base import (
     PythonExecutor,
     RewardConfig,
     Task,
-    ToolError,
 )
 from rl_loop.environments.row_tasks import read_row
+from rl_loop.environments.tool_calls import ToolError
 from rl_loop.infrastructure import InfrastructureError
 
 

@@ -18,13 +18,10 @@ from rl_loop.environments.base import (
     Split,
     StepResult,
     Task,
-    ToolError,
-    UnknownToolError,
-    final,
-    parse_arguments,
     text_in,
-    think,
 )
+from rl_loop.environments.scripted_messages import final, think
+from rl_loop.environments.tool_calls import ToolError, UnknownToolError, parse_arguments
 from rl_loop.rewards.math_answer import is_correct_async, is_number, last_boxed, normalized
 from rl_loop.sandbox import ExecutionResult
 

@@ -12,7 +12,7 @@ from rl_loop.chat.tools import FUNCTIONS, BuiltinTool, PythonTool
 from rl_loop.data.trajectory import FinishReason
 from rl_loop.engines.protocol import GenerateRequest, GenerateResult, SamplingParams
 from rl_loop.environments import Environment, ScriptedPolicy, StepResult, Task, environment_class
-from rl_loop.environments.base import final, think
+from rl_loop.environments.scripted_messages import final, think
 
 HELP = """\
   TEXT                  final answer

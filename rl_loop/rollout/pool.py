@@ -1,4 +1,4 @@
-"""Rollout workers as Ray actors, and a pool that repeats the work of workers that die.
+"""Pool of rollout workers, which repeats the work of workers that die.
 
 Two threads use a pool. The driver's thread admits groups, syncs weights and trains. The pool's
 thread assigns groups to workers, detects their end or death, and lets the backend recover engines.
@@ -7,35 +7,27 @@ Therefore episodes continue while the driver waits for the trainer.
 
 import heapq
 import logging
-import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import count
-from threading import Condition, Lock, RLock, Thread
+from threading import Condition, Lock, Thread
 from typing import Any
 
 import ray
 import torch
 
 from converters.mxfp4_tensors import Digests
-from rl_loop.cluster.actor_deaths import ACTOR_DEATHS, ActorDeath, RecentDeaths
-from rl_loop.cluster.placement import (
-    ROLLOUT_WORKER,
-    check_node,
-    ignore_sigterm,
-    placement_options,
-)
+from rl_loop.cluster.actor_deaths import ACTOR_DEATHS
 from rl_loop.config.partial_configs import EpisodesConfig
 from rl_loop.data.stored_routes import StoredRoutes
 from rl_loop.data.tensor_bytes import StoredTensors, TensorBytes
 from rl_loop.data.trajectory import TrajectoryGroup
 from rl_loop.engines.backend import RolloutBackend
-from rl_loop.infrastructure import describe
-from rl_loop.logs import with_logging
 from rl_loop.rollout.group_stream import AdmittedGroup, GroupRequest, GroupStream, run_groups
 from rl_loop.rollout.worker import RolloutWorker, with_routes
+from rl_loop.rollout.worker_actors import CONTROL_CALLS, WORKER_CLOSE_SECONDS, WorkerActors
 from rl_loop.tracking.prometheus_metrics import RolloutCounters
 from rl_loop.weight_sync.source import WeightSource
 
@@ -45,18 +37,6 @@ ones."""
 
 RECOVERY_SECONDS = 1.0
 """Interval in seconds at which the backend recovers engines while groups run."""
-
-CONTROL_CALLS = 8
-"""Concurrent calls of a worker in addition to its groups, so that a weight sync need not wait."""
-
-RESTART_SECONDS = 3600.0
-"""Period in seconds within which MAX_RESTARTS counts."""
-
-PLACE_SECONDS = 5.0
-"""Interval in seconds of the check that the node of a starting worker is alive."""
-
-WORKER_CLOSE_SECONDS = 10.0
-"""Time in seconds for workers to end their sandboxes and engines before they are killed."""
 
 logger = logging.getLogger(__name__)
 
@@ -86,19 +66,11 @@ class GroupAssignment:
     """References to the routes of the group's episodes. Empty without routes."""
 
 
-class PoolClosedError(Exception):
-    """The pool was closed while its thread waited for a worker."""
-
-
 class RolloutPool:
     """The engines of a run and the workers that run episodes with them.
 
     A dead worker is replaced, and its work is repeated.
     """
-
-    MAX_RESTARTS = 10
-    """Maximum deaths of workers within RESTART_SECONDS. More have a cause that a restart does not
-    remove."""
 
     def __init__(
         self,
@@ -119,10 +91,6 @@ class RolloutPool:
         self.backend = backend
         self._alter_weights = alter_weights
         self._config = config
-        self._worker_class = worker_class
-        # Workers with a thread per core each would slow each other down.
-        self._threads = max(1, (os.cpu_count() or 1) // config.rollout.worker_count)
-        self._engine_factory = backend.engine_factory()
         self._counters = RolloutCounters()
 
         # Groups without a worker, in the order of admission. The condition guards them.
@@ -140,138 +108,17 @@ class RolloutPool:
         self._backend_lock = Lock()
         self._may_recover = True
 
-        # One thread at a time changes the workers or their weights. Other threads see a replacement
-        # only after it has the current weights.
-        self._workers_lock = RLock()
-        self._deaths = RecentDeaths(RESTART_SECONDS)
-        self._last_sync: tuple[Any, ...] | None = None
-        """Method and arguments that give a replacement's engine the current weights or their
-        version."""
-        self._replacement: Any = None
-
-        # Workers that have not answered yet are killed on close without waiting.
-        self._has_started = False
         self._is_closed = False
-        self._workers = [self._create_worker(index) for index in range(config.rollout.worker_count)]
+        self._workers = WorkerActors(config, backend.engine_factory(), worker_class)
         self._thread = Thread(target=self._run_thread, name="rollouts", daemon=True)
 
     # -- workers ----------------------------------------------------------------------------------
 
-    def _create_worker(self, index: int) -> Any:
-        """Start the actor of a rollout worker."""
-        actor_class: Any = ray.remote(with_logging(self._worker_class))
-        actor = actor_class.options(
-            # Workers are placed by custom resources, so Ray reserves no CPUs for them.
-            num_cpus=0,
-            max_concurrency=self._config.rollout.max_concurrent_tasks + CONTROL_CALLS,
-            **placement_options(ROLLOUT_WORKER, index),
-        )
-        worker = actor.remote(self._config, self._engine_factory, self._threads)
-        # The first call, so that Slurm's signal does not end a worker that is starting.
-        worker.__ray_call__.remote(ignore_sigterm)
-        return worker
-
     def ready(self) -> None:
         """Wait until every worker's engine and sandbox run. An exception of one is raised here."""
         self.backend.start(self)
-        ray.get([worker.start.remote() for worker in self._workers])
-        self._has_started = True
+        self._workers.start()
         self._thread.start()
-
-    def _call(self, index: int, method: str, *arguments: Any) -> Any:
-        """Call a method of one worker. If the worker is dead, replace it and call the replacement."""
-        while True:
-            worker = self._workers[index]
-            try:
-                return ray.get(getattr(worker, method).remote(*arguments))
-            except ACTOR_DEATHS as death:
-                self._replace(index, worker, death)
-
-    def _call_all(self, method: str, *arguments: Any) -> list[Any]:
-        """Call a method of all workers at the same time, and return the results in their order.
-
-        Dead workers are replaced, and their replacements are called.
-        """
-        workers = list(self._workers)
-        references = [getattr(worker, method).remote(*arguments) for worker in workers]
-
-        answers = []
-        for index, reference in enumerate(references):
-            try:
-                answers.append(ray.get(reference))
-            except ACTOR_DEATHS as death:
-                self._replace(index, workers[index], death)
-                # Call only the replacement again, because other workers have answered or still run.
-                answers.append(self._call(index, method, *arguments))
-        return answers
-
-    def _call_each(self, method: str, inputs: Sequence[Any], *arguments: Any) -> list[Any]:
-        """Call a method for every input at the same time, each on one of the workers.
-
-        Dead workers are replaced, and their calls are repeated.
-        """
-        workers = list(self._workers)
-        references = [
-            getattr(workers[i % len(workers)], method).remote(value, *arguments)
-            for i, value in enumerate(inputs)
-        ]
-        answers = []
-        for i, reference in enumerate(references):
-            index = i % len(workers)
-            try:
-                answers.append(ray.get(reference))
-            except ACTOR_DEATHS as death:
-                self._replace(index, workers[index], death)
-                answers.append(self._call(index, method, inputs[i], *arguments))
-        return answers
-
-    def _replace(self, index: int, dead: Any, death: ActorDeath) -> None:
-        """Replace a dead worker, and give the new one the current weights.
-
-        Does nothing if the other thread has replaced the worker already.
-        """
-        with self._workers_lock:
-            # A loop, because a replacement may die while it starts.
-            while self._workers[index] is dead:
-                if self._is_closed:
-                    raise PoolClosedError
-                self._count_death(death)
-
-                logger.warning("rollout worker %d died; replacing it: %s", index, describe(death))
-                try:
-                    self._workers[index] = self._start_replacement(index)
-                except ACTOR_DEATHS as again:
-                    death = again
-
-    def _count_death(self, death: ActorDeath) -> None:
-        """Raise RuntimeError if too many workers have died in a short time."""
-        deaths = self._deaths.add(time.monotonic())
-        if deaths > self.MAX_RESTARTS:
-            raise RuntimeError(
-                f"rollout workers died {deaths} times within {self._deaths.seconds:.0f} s, the "
-                f"last with: {death}. If memory was exhausted, lower rollout.workers, or "
-                "rollout.engine.max_batch_size of embedded engines"
-            ) from death
-
-    def _start_replacement(self, index: int) -> Any:
-        """Return a new worker with the current weights.
-
-        Raises:
-            ActorDeath: the worker died. It is one of ACTOR_DEATHS.
-            NodeLostError: the node of the worker has died.
-        """
-        self._replacement = self._create_worker(index)
-        start = self._replacement.start.remote()
-        # If the node has died, Ray would wait for another node with its resources without end.
-        while not ray.wait([start], timeout=PLACE_SECONDS)[0]:
-            check_node(ROLLOUT_WORKER, index)
-        ray.get(start)
-        # Load weights before other threads see the worker, because episodes with initial weights
-        # would mix policies.
-        if self._last_sync is not None:
-            method, *arguments = self._last_sync
-            ray.get(getattr(self._replacement, method).remote(*arguments))
-        return self._replacement
 
     # -- episodes ---------------------------------------------------------------------------------
 
@@ -373,7 +220,7 @@ class RolloutPool:
         try:
             group = ray.get(reference)
         except ACTOR_DEATHS as death:
-            self._replace(assignment.index, assignment.worker, death)
+            self._workers.replace(assignment.index, assignment.worker, death)
             with self._changed:
                 heapq.heappush(self._waiting, assignment.waiting)
             return
@@ -432,31 +279,23 @@ class RolloutPool:
         else:
             # Stored once. With the tensors as an argument Ray would store them for every worker.
             reference = ray.put(TensorBytes.of(weights))
-        self._sync_workers("load_weights", reference, version)
+        self._workers.sync("load_weights", reference, version)
 
     def set_min_version(self, version: int) -> None:
         """Make the workers' engines reject answers of weights before ``version``. For backends."""
-        self._sync_workers("set_min_version", version)
-
-    def _sync_workers(self, method: str, *arguments: Any) -> None:
-        """Call a method of all workers, and of every later worker before its first use."""
-        with self._workers_lock:
-            # Set first, so that the replacement of a worker that dies during the calls gets these
-            # weights.
-            self._last_sync = (method, *arguments)
-            self._call_all(method, *arguments)
+        self._workers.sync("set_min_version", version)
 
     def engine_scores(self, token_ids: list[int], temperature: float) -> list[list[float]]:
         """Return the log-probs of ``token_ids[1:]`` from every worker's engine. For backends."""
-        return self._call_all("score", token_ids, temperature)
+        return self._workers.call_all("score", token_ids, temperature)
 
     def engine_rounding_errors(self, token_ids: list[int]) -> list[float | None]:
         """Return the rounding error of every worker's engine. For backends."""
-        return self._call_all("rounding_error", token_ids)
+        return self._workers.call_all("rounding_error", token_ids)
 
     def engine_digests(self) -> list[Digests]:
         """Return digests of the quantized experts in every worker's engine. For backends."""
-        return [self._call(index, "mxfp4_digests") for index in range(len(self._workers))]
+        return [self._workers.call(index, "mxfp4_digests") for index in range(len(self._workers))]
 
     @property
     def scores_during_rollouts(self) -> bool:
@@ -474,7 +313,7 @@ class RolloutPool:
         # A worker accepts this many calls at a time.
         at_a_time = CONTROL_CALLS * len(self._workers)
         for first in range(0, len(sequences), at_a_time):
-            scores += self._call_each("score", sequences[first : first + at_a_time], 1.0)
+            scores += self._workers.call_each("score", sequences[first : first + at_a_time], 1.0)
         return scores
 
     def rounding_errors(self, token_ids: list[int]) -> list[float | None]:
@@ -532,24 +371,11 @@ class RolloutPool:
         with self._changed:
             self._changed.notify()
         try:
-            self._close_workers()
+            self._workers.close()
+            if self._thread.is_alive():
+                self._thread.join(WORKER_CLOSE_SECONDS)
         finally:
             self.backend.close()
-
-    def _close_workers(self) -> None:
-        """End all workers, and the thread of the pool."""
-        # A worker that is still starting would answer only after its imports.
-        if self._has_started:
-            closing = [worker.close.remote() for worker in self._workers]
-            ray.wait(closing, num_returns=len(closing), timeout=WORKER_CLOSE_SECONDS)
-        for worker in self._workers:
-            ray.kill(worker)
-
-        # The pool's thread may wait for the replacement of a dead worker.
-        if self._replacement is not None:
-            ray.kill(self._replacement)
-        if self._thread.is_alive():
-            self._thread.join(WORKER_CLOSE_SECONDS)
 
 
 def _with_references(group: TrajectoryGroup, routes: Sequence[Any]) -> TrajectoryGroup:

@@ -13,7 +13,7 @@ from converters.megatron_checkpoint import MegatronCheckpoint
 from converters.model_weights import load_hf_weights
 from converters.mxfp4_tensors import rounded_to_mxfp4
 from converters.names import hf_shapes, parameter_mappings
-from converters.peft_format import PeftDirectory
+from converters.peft_directory import PeftDirectory
 from converters.peft_settings import PEFT_CONFIG_FILE
 from converters.random_weights import random_hf_weights
 from megatron_gptoss.checkpoint.directory import latest_checkpoint

@@ -23,7 +23,7 @@ from converters.errors import ConversionError
 from converters.hf_directory import HfDirectory
 from converters.merge_adapter import merge_adapter
 from converters.names import hf_shapes
-from converters.peft_format import PeftDirectory
+from converters.peft_directory import PeftDirectory
 from converters.reports import MergeReport
 from converters.torch_dist import export_checkpoint, import_checkpoint
 from converters.verify import verify

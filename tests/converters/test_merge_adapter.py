@@ -18,7 +18,8 @@ from converters.hf_directory import HfDirectory, write_hf_directory
 from converters.merge_adapter import merge_adapter
 from converters.model_weights import export_hf_weights
 from converters.names import hf_shapes
-from converters.peft_format import WEIGHTS_FILE, PeftDirectory
+from converters.peft_directory import PeftDirectory
+from converters.peft_format import WEIGHTS_FILE
 from converters.reports import MergeReport, MergeRoundingError
 from converters.safetensors_files import SafetensorsWriter
 from gptoss_kernels import mxfp4

@@ -19,7 +19,8 @@ from converters.adapter_checkpoint import export_adapter
 from converters.adapter_weights import load_adapter
 from converters.errors import ConversionError
 from converters.model_weights import export_hf_weights
-from converters.peft_format import PREFIX, WEIGHTS_FILE, PeftDirectory
+from converters.peft_directory import PeftDirectory
+from converters.peft_format import PREFIX, WEIGHTS_FILE
 from converters.peft_settings import PEFT_CONFIG_FILE
 from converters.safetensors_files import SafetensorsWriter
 from megatron_gptoss import distributed

@@ -27,7 +27,7 @@ from launch.standard_input import StandardInput
 from rl_loop.config.load import load_rl_config
 from rl_loop.config.run import RlConfig
 from rl_loop.config.training import DemonstrationConfig
-from rl_loop.environments.base import final
+from rl_loop.environments.scripted_messages import final
 from rl_loop.play.episode import PlayOptions, play_episode
 from rl_loop.play.policies import PlayError
 from rl_loop.rollout import agent as agent_loop

@@ -416,13 +416,15 @@ def test_killed_rollout_worker_loses_no_episode(tmp_path: Path) -> None:
         pool.sync_weights(trainer, 7)
         requests = [GroupRequest(task, (1, 2), 1.0) for task in tasks.train(0, 8)]
         expected = pool.run(requests)
-        victim = pool._call(0, "__ray_call__", lambda worker: os.getpid())
+        victim = pool._workers.call(0, "__ray_call__", lambda worker: os.getpid())
         killer = threading.Timer(0.3, os.kill, (victim, signal.SIGKILL))
         killer.start()
         groups = pool.run(requests)
         killer.join()
-        wait_until(lambda: pool._call(0, "__ray_call__", lambda worker: os.getpid()) != victim)
-        assert len(pool._deaths) == 1
+        wait_until(
+            lambda: pool._workers.call(0, "__ray_call__", lambda worker: os.getpid()) != victim
+        )
+        assert len(pool._workers.deaths) == 1
         assert [[t.token_ids.tolist() for t in g.trajectories] for g in groups] == [
             [t.token_ids.tolist() for t in g.trajectories] for g in expected
         ]
@@ -478,7 +480,7 @@ def test_canary_detects_one_wrong_weight_tensor(tmp_path: Path) -> None:
         pool.sync_weights(LoadedWeights(weights), 1)
         # Workers read the rank's objects from Ray's store. The driver copies nothing.
         assert isinstance(weights, StoredTensors)
-        assert pool._last_sync == ("load_weights", weights.stored, 1)
+        assert pool._workers.last_sync == ("load_weights", weights.stored, 1)
         with pytest.raises(AttributeError, match="no_such_method"):
             trainer.ranks.call_and_store("no_such_method")()
         tolerance = CanaryTolerance.of(None, "fp32")

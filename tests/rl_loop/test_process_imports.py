@@ -22,6 +22,7 @@ from launch.cli import app
 from ray import cloudpickle
 from rl_loop import session
 from rl_loop.rollout.pool import RolloutPool
+from rl_loop.rollout.worker_actors import WorkerActors
 from rl_loop.trainer.rank_state import RankPosition
 from rl_loop.trainer.ray_ranks import RayRanks
 
@@ -29,7 +30,8 @@ arguments, heavy, worker = sys.argv[1].split(), sys.argv[2].split(), Path(sys.ar
 
 def engines_are_waited_for(pool):
     # All that a driver does before its first step is done.
-    made_of = (pool._worker_class, pool._config, pool._engine_factory)
+    workers = pool._workers
+    made_of = (workers._worker_class, workers._config, workers._engine_factory)
     worker.write_bytes(cloudpickle.dumps(made_of))
     print("heavy:", *[name for name in heavy if name in sys.modules], flush=True)
     os._exit(0)
@@ -39,7 +41,7 @@ session.ray_session = lambda store_bytes: nullcontext()
 session.check_running_store = lambda need: None
 RayRanks.__init__ = lambda self, settings: None
 RayRanks.ready = lambda self: [RankPosition(0, True)]
-RolloutPool._create_worker = lambda self, index: None
+WorkerActors._create = lambda self, index: None
 RolloutPool.ready = engines_are_waited_for
 app(arguments)
 """

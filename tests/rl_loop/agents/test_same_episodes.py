@@ -22,8 +22,9 @@ from rl_loop.data.trajectory import FinishReason, Trajectory
 from rl_loop.engines.protocol import ModelShape, SamplingParams
 from rl_loop.environments import RewardConfig, Task
 from rl_loop.environments import make_offline_environment as make_environment
-from rl_loop.environments.base import Environment, StepResult, parse_arguments
+from rl_loop.environments.base import Environment, StepResult
 from rl_loop.environments.black_box import BlackBoxEnvironment, BlackBoxOptions
+from rl_loop.environments.tool_calls import parse_arguments
 from rl_loop.gateway.server import Gateway, GatewaySettings
 from rl_loop.gateway.session import SessionSettings
 from rl_loop.harmony.codec import Harmony, ParsedMessage

@@ -29,7 +29,7 @@ from rl_loop.config.episode import EpisodeLimits
 from rl_loop.data.trajectory import FinishReason
 from rl_loop.engines.protocol import SamplingParams
 from rl_loop.environments import ENVIRONMENTS, RewardConfig, arithmetic, make_environment
-from rl_loop.environments.base import final, function_call, think
+from rl_loop.environments.scripted_messages import final, function_call, think
 from rl_loop.harmony.vocabulary import byte_pair_tokenizer, choose_tokens
 from rl_loop.rollout.agent import run_episode
 from tests.support.rl_loop.chatml_vocabularies import VOCABULARIES, WORDS

@@ -20,8 +20,8 @@ from rl_loop.environments import (
     environment_class,
     make_environment,
 )
-from rl_loop.environments.base import final, function_call, think
 from rl_loop.environments.incident import IncidentEnvironment
+from rl_loop.environments.scripted_messages import final, function_call, think
 from rl_loop.harmony.codec import Harmony, ParsedMessage
 from rl_loop.tasks.demonstrations import demonstrate
 from tests.support.processor_speed import slowness

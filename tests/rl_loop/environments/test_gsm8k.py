@@ -8,7 +8,6 @@ from random import Random
 import pytest
 
 from rl_loop.environments import RewardConfig, Task, arithmetic
-from rl_loop.environments.base import final
 from rl_loop.environments.gsm8k import (
     Gsm8kEnvironment,
     Gsm8kOptions,
@@ -16,6 +15,7 @@ from rl_loop.environments.gsm8k import (
     evaluate,
 )
 from rl_loop.environments.retool import MISTAKE_SHARE
+from rl_loop.environments.scripted_messages import final
 from rl_loop.sandbox import PythonSandbox, SandboxConfig
 from rl_loop.tasks.demonstrations import PlayedEpisode, play
 

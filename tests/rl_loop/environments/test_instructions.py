@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 
 from rl_loop.environments import RewardConfig, arithmetic, instruction_checkers
-from rl_loop.environments.base import final
 from rl_loop.environments.instruction_checkers import (
     NLTK_DATA,
     TextConstraint,
@@ -26,6 +25,7 @@ from rl_loop.environments.instruction_checkers import (
     satisfies,
 )
 from rl_loop.environments.instructions import InstructionEnvironment, InstructionOptions
+from rl_loop.environments.scripted_messages import final
 from rl_loop.rewards import CheckerError
 from rl_loop.rewards.checker_pool import CheckerPool
 from rl_loop.tasks.task_file import TaskData, TaskFileError

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from rl_loop.environments import RewardConfig, StepResult, Task, make_offline_environment, reasoning
-from rl_loop.environments.base import final
 from rl_loop.environments.reasoning import ReasoningGymEnvironment, ReasoningGymOptions
+from rl_loop.environments.scripted_messages import final
 from rl_loop.infrastructure import InfrastructureError
 from rl_loop.rewards import CheckerError
 from rl_loop.rewards.checker_pool import CheckerPool

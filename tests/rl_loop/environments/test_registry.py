@@ -15,7 +15,7 @@ from rl_loop.environments import (
     environment_class,
     make_offline_environment,
 )
-from rl_loop.environments.base import final
+from rl_loop.environments.scripted_messages import final
 from rl_loop.infrastructure import InfrastructureError
 
 

@@ -7,14 +7,7 @@ from typing import Any, ClassVar
 
 import pytest
 
-from rl_loop.environments.base import (
-    RewardConfig,
-    StepResult,
-    ToolError,
-    UnknownToolError,
-    parse_arguments,
-    parse_recipient,
-)
+from rl_loop.environments.base import RewardConfig, StepResult
 from rl_loop.environments.replayed import (
     ATTEMPTS,
     ReplayedEnvironment,
@@ -22,6 +15,12 @@ from rl_loop.environments.replayed import (
     ToolServerLostError,
 )
 from rl_loop.environments.row_tasks import row_task
+from rl_loop.environments.tool_calls import (
+    ToolError,
+    UnknownToolError,
+    parse_arguments,
+    parse_recipient,
+)
 from rl_loop.infrastructure import InfrastructureError
 
 

@@ -29,8 +29,9 @@ from rl_loop.conversations.harmony import RenderOptions
 from rl_loop.conversations.renderers import conversation_renderer
 from rl_loop.data.trajectory import Trajectory, TrajectoryGroup
 from rl_loop.engines.protocol import SamplingParams
-from rl_loop.environments.base import RewardConfig, final, function_call, think
+from rl_loop.environments.base import RewardConfig
 from rl_loop.environments.registry import make_environment
+from rl_loop.environments.scripted_messages import final, function_call, think
 from rl_loop.evaluation.chat_statistics import chat_figures, chat_statistics, compare_chats
 from rl_loop.evaluation.chats import chat_records, score_conversations
 from rl_loop.evaluation.policy_evaluation import read_held_out_chats, run_of_weights

@@ -16,7 +16,7 @@ from launch.cli import app
 from rl_loop.config.errors import ConfigError
 from rl_loop.config.load import load_config
 from rl_loop.config.run import RlConfig
-from rl_loop.environments.base import final
+from rl_loop.environments.scripted_messages import final
 from rl_loop.gateway.serve import ServeOptions
 from rl_loop.lifecycle.weight_checks import check_loads_merged_weights
 from rl_loop.run import run_evaluation, run_server

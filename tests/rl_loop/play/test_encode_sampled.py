@@ -9,7 +9,7 @@ from rl_loop.chat.messages import FormatError, ParsedMessage
 from rl_loop.chatml.codec import ChatMl
 from rl_loop.chatml.prompt_config import ChatMlConfig
 from rl_loop.chatml.vocabulary import tiny_vocabulary
-from rl_loop.environments.base import final, function_call, think
+from rl_loop.environments.scripted_messages import final, function_call, think
 from rl_loop.harmony.codec import Harmony, PromptConfig
 from rl_loop.harmony.vocabulary import GptOssVocabulary, TinyVocabulary
 

@@ -40,8 +40,9 @@ from rl_loop.engines.protocol import (
     check_routes,
 )
 from rl_loop.environments import RewardConfig, Task
-from rl_loop.environments.base import Environment, StepResult, ToolError
+from rl_loop.environments.base import Environment, StepResult
 from rl_loop.environments.retool import ReToolEnvironment
+from rl_loop.environments.tool_calls import ToolError
 from rl_loop.harmony.codec import Harmony, ParsedMessage
 from rl_loop.infrastructure import (
     COMPONENTS,

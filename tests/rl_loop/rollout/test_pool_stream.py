@@ -21,6 +21,7 @@ from rl_loop.engines.backend import BackendContext, EngineConfig, RolloutBackend
 from rl_loop.rollout.collector import TrainingRequests
 from rl_loop.rollout.group_stream import GroupRequest, GroupStream
 from rl_loop.rollout.pool import RolloutPool
+from rl_loop.rollout.worker_actors import WorkerActors
 from rl_loop.run_parts import build_tasks
 from rl_loop.weight_sync.source import LoadedWeights, WeightSource
 from tests.support.forked_workers import local_ray
@@ -89,7 +90,7 @@ class Running:
 
     def kill(self, index: int) -> int:
         """Kill a worker. Return its process id."""
-        victim = self.pool._call(index, "__ray_call__", lambda worker: os.getpid())
+        victim = self.pool._workers.call(index, "__ray_call__", lambda worker: os.getpid())
         os.kill(victim, signal.SIGKILL)
         return int(victim)
 
@@ -135,7 +136,7 @@ def test_sync_interrupts_episodes_without_waiting_for_them(
     slow.sync(0)
     stream = slow.admit_all()
     for index in range(2):
-        wait_until(lambda: slow.pool._call(index, "__ray_call__", requests_begun) == 4)  # noqa: B023
+        wait_until(lambda: slow.pool._workers.call(index, "__ray_call__", requests_begun) == 4)  # noqa: B023
     slow.sync(1)
     groups = take_all(stream)
     interrupted = [episode for episode in versions(groups) if episode[0] == 0]
@@ -178,13 +179,15 @@ def test_dead_worker_loses_and_repeats_no_group(running: Any, moment: str) -> No
         killer.join()
 
     groups = take_all(stream)
-    assert len(mortal.pool._deaths) == 1
+    assert len(mortal.pool._workers.deaths) == 1
     assert stream._ended.empty()
 
     # The new worker has the newest weights.
-    newest = mortal.pool._last_sync[-1]
+    newest = mortal.pool._workers.last_sync[-1]
     for index in range(2):
-        assert mortal.pool._call(index, "__ray_call__", lambda w: w.engine.version) == newest
+        assert (
+            mortal.pool._workers.call(index, "__ray_call__", lambda w: w.engine.version) == newest
+        )
     again = take_all(mortal.admit_all())
     assert ids(again) == ids(groups)
     assert versions(again) == [[newest]] * len(versions(again))
@@ -210,7 +213,7 @@ def test_worker_killed_by_rays_memory_monitor_is_replaced(
     mortal.kill(0)
     mortal.sync(1)
     take_all(stream)
-    assert len(mortal.pool._deaths) == 1
+    assert len(mortal.pool._workers.deaths) == 1
 
 
 def test_groups_of_two_callers_and_a_closed_stream_do_not_mix(
@@ -245,7 +248,7 @@ def test_recovery_pauses_from_an_update_to_the_next_sync(running: Any) -> None:
 def test_broken_pool_raises_in_every_waiting_call(
     running: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(RolloutPool, "MAX_RESTARTS", 0)
+    monkeypatch.setattr(WorkerActors, "MAX_RESTARTS", 0)
     broken = running(seconds=60.0)
     broken.sync(0)
     stream = broken.admit_all()

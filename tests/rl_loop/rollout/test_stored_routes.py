@@ -182,11 +182,13 @@ def test_routes_are_stored_once_and_freed_with_their_groups(
 def test_routes_outlive_the_worker_that_recorded_them(pool: RolloutPool, config: RlConfig) -> None:
     batch = collect_first(pool, config)
     for index in range(WORKERS):
-        os.kill(pool._call(index, "__ray_call__", lambda worker: os.getpid()), signal.SIGKILL)
+        os.kill(
+            pool._workers.call(index, "__ray_call__", lambda worker: os.getpid()), signal.SIGKILL
+        )
     # Wait until Ray has noticed the deaths, because it may free objects then.
     for index in range(WORKERS):
-        pool._call(index, "__ray_call__", lambda worker: os.getpid())
-    assert len(pool._deaths) == WORKERS
+        pool._workers.call(index, "__ray_call__", lambda worker: os.getpid())
+    assert len(pool._workers.deaths) == WORKERS
     for row, episode in zip(load_routes(stored_routes(batch)), batch.episodes, strict=True):
         assert np.array_equal(row, build_routes(episode.token_ids.tolist()))
 

@@ -15,8 +15,10 @@ from rl_loop.config.episode import EpisodeLimits, PurificationConfig
 from rl_loop.data.trajectory import FinishReason, Trajectory
 from rl_loop.engines.protocol import SamplingParams
 from rl_loop.environments import RewardConfig, Task
-from rl_loop.environments.base import Environment, StepResult, ToolError, final
+from rl_loop.environments.base import Environment, StepResult
 from rl_loop.environments.retool import ReToolEnvironment
+from rl_loop.environments.scripted_messages import final
+from rl_loop.environments.tool_calls import ToolError
 from rl_loop.harmony.bounded_encoding import MAX_PIECE_CHARACTERS, encode_bounded, split_text
 from rl_loop.harmony.codec import Harmony, ParsedMessage, ToolOutput
 from rl_loop.harmony.vocabulary import harmony_encoding

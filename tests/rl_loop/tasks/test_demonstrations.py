@@ -37,7 +37,7 @@ from rl_loop.environments import (
     Task,
     make_environment,
 )
-from rl_loop.environments.base import final, think
+from rl_loop.environments.scripted_messages import final, think
 from rl_loop.harmony.codec import Harmony, PromptConfig, PythonTool
 from rl_loop.harmony.vocabulary import GptOssVocabulary
 from rl_loop.rollout.agent import run_episode

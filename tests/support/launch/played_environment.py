@@ -17,7 +17,9 @@ from rl_loop.environments import (
     ToolError,
     UnknownToolError,
 )
-from rl_loop.environments.base import Split, final, function_call, parse_arguments, think
+from rl_loop.environments.base import Split
+from rl_loop.environments.scripted_messages import final, function_call, think
+from rl_loop.environments.tool_calls import parse_arguments
 
 CLOSED = "PLAYED_ENVIRONMENT_CLOSED"
 """Variable with the path of a file that `close` creates."""

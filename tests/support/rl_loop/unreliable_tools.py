@@ -12,8 +12,8 @@ from rl_loop.environments.base import (
     Split,
     StepResult,
     Task,
-    final,
 )
+from rl_loop.environments.scripted_messages import final
 
 
 class UnreliableOptions(EnvironmentOptions):

@@ -6,7 +6,7 @@ from random import Random
 from typing import Any
 
 from rl_loop.environments import Environment, ScriptedPolicy, StepResult, Task
-from rl_loop.environments.base import final
+from rl_loop.environments.scripted_messages import final
 
 NAME = "tests.support.rl_loop.environments.reversing:ReversingEnvironment"
 

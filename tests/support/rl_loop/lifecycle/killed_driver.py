@@ -18,7 +18,7 @@ import ray
 from launch.cli import app
 from rl_loop.loop import RlLoop
 from rl_loop.rollout.collector import RolloutCollector
-from rl_loop.rollout.pool import RolloutPool
+from rl_loop.rollout.worker_actors import WorkerActors
 from rl_loop.trainer.checkpointer import Checkpointer
 
 
@@ -40,15 +40,15 @@ def while_rollouts_are_under_way(step: int) -> None:
 
 def in_a_sync(step: int) -> None:
     """Kill when the first worker has the new weights and the others do not."""
-    call_all = RolloutPool._call_all
+    call_all = WorkerActors.call_all
 
-    def killed_call(self: RolloutPool, method: str, *arguments: Any) -> list[Any]:
+    def killed_call(self: WorkerActors, method: str, *arguments: Any) -> list[Any]:
         if method == "load_weights" and arguments[-1] == step:
-            ray.get(self._workers[0].load_weights.remote(*arguments))
+            ray.get(self[0].load_weights.remote(*arguments))
             kill()
         return call_all(self, method, *arguments)
 
-    RolloutPool._call_all = killed_call  # type: ignore[method-assign]
+    WorkerActors.call_all = killed_call  # type: ignore[method-assign]
 
 
 def between_update_and_checkpoint(step: int) -> None:
