@@ -49,7 +49,7 @@ class InfrastructureError(RuntimeError):
 
 
 class EngineError(InfrastructureError):
-    """An engine or one of its servers failed. The message names the request and the server."""
+    """Failed engine. The message names the request and, with SGLang, the server."""
 
     def __init__(self, request_id: str, what: str, server: str = "") -> None:
         where = f"{server}: " if server else ""

@@ -324,10 +324,9 @@ class RlLoop:
         metrics.add("mismatch/canary_gap", found.canary_gap, "max", "tokens")
 
     def switch_to_trainer(self, step: int) -> None:
-        """Let engines on the trainer's GPUs sleep, and begin the trainer's next memory phase.
+        """Pause servers on the trainer's GPUs, and begin the trainer's next memory phase.
 
-        The next weight sync wakes them. Embedded engines and other servers have nothing to do, or
-        are asynchronous.
+        The next weight sync resumes them.
         """
         # With staleness the engines sample episodes of later steps during the update.
         if self.algorithm.max_staleness == 0:

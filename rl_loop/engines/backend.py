@@ -1,9 +1,9 @@
 """Interface between the training loop and the engines that sample its episodes.
 
 A *backend* provides the engines of one run and keeps them at the policy's weights. Rollout workers
-run the agent loop. Each worker gets its ``RolloutEngine`` from the backend's ``engine_factory``.
-That engine either holds a model (``engines/embedded``), or is a client of servers that all workers
-share (``engines/sglang``).
+run the agent loop. Each worker gets its ``RolloutEngine`` from the backend's ``engine_factory``: an
+engine that holds a model (``engines/embedded``), or a client of the servers that all workers share
+(``engines/sglang``).
 
 An external backend is a subclass of ``RolloutBackend`` that the configuration names as
 MODULE:CLASS:

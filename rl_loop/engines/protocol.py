@@ -136,7 +136,7 @@ class GenerateResult:
 
 
 class RolloutEngine(Protocol):
-    """Interface of every engine, as the agent loop needs it."""
+    """What the agent loop needs to sample: an engine, or a client of servers."""
 
     async def generate(self, request: GenerateRequest) -> GenerateResult:
         """Sample one continuation. Concurrent requests are batched."""
@@ -170,7 +170,7 @@ def constrains_tokens(engine: RolloutEngine) -> bool:
 
 @runtime_checkable
 class WeightHolder(Protocol):
-    """An engine that holds the model and receives its weights."""
+    """An engine in the worker's process, which holds the model and receives its weights."""
 
     async def sync_weights(
         self,
@@ -194,7 +194,7 @@ class WeightHolder(Protocol):
 
 @runtime_checkable
 class ServerClient(Protocol):
-    """An engine that sends requests to servers, which receive weights through another path."""
+    """A client of servers, which receive weights through another path."""
 
     def set_min_version(self, version: int) -> None:
         """Use only tokens that weights ``version`` or later have sampled."""

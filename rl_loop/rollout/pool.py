@@ -282,7 +282,7 @@ class RolloutPool:
         self._workers.sync("load_weights", reference, version)
 
     def set_min_version(self, version: int) -> None:
-        """Make the workers' engines reject answers of weights before ``version``. For backends."""
+        """Make the workers' clients reject tokens of weights before ``version``. For backends."""
         self._workers.sync("set_min_version", version)
 
     def engine_scores(self, token_ids: list[int], temperature: float) -> list[list[float]]:
@@ -342,7 +342,7 @@ class RolloutPool:
             return self.backend.engine_settings(names)
 
     def pause(self) -> None:
-        """Let colocated engines sleep and free memory until the next weight sync.
+        """Free the memory of colocated servers until the next weight sync.
 
         Does nothing for embedded engines and for servers with their own GPUs.
         """

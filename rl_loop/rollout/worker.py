@@ -68,7 +68,7 @@ class RolloutWorker:
         await weight_holder(self.engine).sync_weights(weights.tensors().items(), version)
 
     async def set_min_version(self, version: int) -> None:
-        """Make the engine reject answers of servers with weights older than ``version``."""
+        """Make the client of servers reject tokens of weights older than ``version``."""
         server_client(self.engine).set_min_version(version)
 
     async def score(self, token_ids: list[int], temperature: float) -> list[float]:

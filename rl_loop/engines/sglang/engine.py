@@ -270,7 +270,7 @@ class SglangEngine:
     def set_min_version(self, version: int) -> None:
         """Use only tokens that weights ``version`` or later have sampled.
 
-        The trainer sends weights to the servers (``weight_endpoints``), not to this engine.
+        The trainer sends weights to the servers (``weight_endpoints``), not to this client.
         """
         self.min_version = version
         # The known states are from before the sync.
