@@ -100,8 +100,8 @@ def predict_loop(
 ) -> LoopPrediction:
     """Predict the bounds of a loop with SGLang servers.
 
-    On the trainer's GPUs, servers and trainer alternate. Weight syncs and sleeping and waking of
-    servers are not included.
+    On the trainer's GPUs, servers and trainer alternate. The time to sync, pause and resume
+    servers, are not included.
 
     Args:
         config: configuration with an SGLang engine.

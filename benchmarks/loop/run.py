@@ -300,7 +300,7 @@ def run(
         session.rollouts.ready()
         watch.note(f"trainer and engines ready after {time.monotonic() - began:.1f} s")
         session.rollouts.pause = watch.timed(  # type: ignore[method-assign]
-            "sleep", session.rollouts.pause
+            "pause", session.rollouts.pause
         )
 
         urls, key = server_urls(session)
@@ -381,7 +381,7 @@ def timed_waking(watch: Watch) -> Iterator[None]:
         began = time.monotonic()
         original(fleet, urls, tags)
         if urls:
-            watch.seconds["wake"] += time.monotonic() - began
+            watch.seconds["resume"] += time.monotonic() - began
 
     SglangFleet._resume_memory = resume_memory  # type: ignore[method-assign]
     try:
@@ -466,7 +466,7 @@ class Watch:
         self.steps: list[dict[str, float]] = []
         """Metrics of every finished step.
 
-        They include ``seconds/sleep``, ``seconds/wake``, MAX_STALENESS and those of the servers.
+        They include ``seconds/pause``, ``seconds/resume``, MAX_STALENESS and those of the servers.
         """
         self.max_staleness = 0
         """Value of max_staleness of the current steps."""
@@ -634,9 +634,9 @@ class Report:
 
         return [
             ("sync, s", metric("seconds/sync"), ".2f"),
-            ("of which servers wake", metric("seconds/wake"), ".2f"),
+            ("of which servers resume", metric("seconds/resume"), ".2f"),
             ("rollout, s", metric("seconds/rollout"), ".2f"),
-            ("servers go to sleep, s", metric("seconds/sleep"), ".2f"),
+            ("servers go to sleep, s", metric("seconds/pause"), ".2f"),
             ("scoring without replay, s", metric("seconds/estimate"), ".2f"),
             ("update, s", metric("seconds/update"), ".2f"),
             ("rest, s", self._rest, ".2f"),
@@ -669,7 +669,7 @@ class Report:
 
     def _rest(self, step: dict[str, float]) -> float:
         """Return the seconds in no other row: preparing samples, writing metrics."""
-        counted = [name for name in PHASES if name != "prepare"] + ["sleep"]
+        counted = [name for name in PHASES if name != "prepare"] + ["pause"]
         return step[MetricName.STEP_SECONDS] - sum(
             step.get(f"seconds/{name}", 0) for name in counted
         )

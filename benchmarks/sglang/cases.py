@@ -311,16 +311,16 @@ class Bench:
     # ---- sleep
 
     async def sleep(self, server: SglangServer, engine: SglangEngine) -> None:
-        """Let the server release its memory, wake and sync it, and compare its log-probs."""
+        """Let the server release its memory, resume and sync it, and compare its log-probs."""
         client = SglangClient((await server.status()).url)
         text = self.prompt(300)
         before = await score_on(client, text)
         for _ in range(2):
             tags = {"tags": ["kv_cache", "weights", "cuda_graph"]}
-            awake = self.server_memory()
+            running = self.server_memory()
             await client.call("/pause_generation", {"mode": "abort"})
             await client.call("/release_memory_occupation", tags)
-            asleep = self.server_memory()
+            paused = self.server_memory()
             await client.call("/resume_memory_occupation", {"tags": ["weights"]})
             seconds = await self.sync_once(server, self.arguments.bucket_mib[0])
             await client.call("/resume_memory_occupation", {"tags": ["kv_cache", "cuda_graph"]})
@@ -328,7 +328,7 @@ class Bench:
             after = await score_on(client, text)
             self.emit(
                 "sleep",
-                released_gb=(awake - asleep) / 1e9,
+                released_gb=(running - paused) / 1e9,
                 sync_seconds=seconds,
                 largest_difference=max(abs(x - y) for x, y in zip(before, after, strict=True)),
             )

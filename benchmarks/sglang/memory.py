@@ -1,4 +1,4 @@
-"""GPU memory of an SGLang server that shares its GPU, awake and asleep.
+"""GPU memory of an SGLang server that shares its GPU, running and paused.
 
     python -m benchmarks.sglang memory --memory-fraction 0.5 --max-running-requests 256 128
     python -m benchmarks.sglang memory --memory-fraction 0.5 --unmodified
@@ -9,13 +9,13 @@ nor Megatron. ``--python`` and ``--pythonpath`` select SGLang's environment.
 
 Prints one JSON object per server:
 
-- GB (1e9 bytes) on the GPU after the start, under load, asleep and awake again
-- seconds to sleep, to wake and to sync
-- equality of log-probs and of a greedy continuation after sleeps
+- GB (1e9 bytes) on the GPU after the start, under load, paused and resumed
+- seconds to pause, to resume and to sync
+- equality of log-probs and of a greedy continuation after pauses
 - GB left by a server that is killed during a sync
 - lines of SGLang's log about memory
 
-``--unmodified`` disables the settings that let colocated servers sleep with less memory.
+``--unmodified`` disables the settings that let paused servers keep less memory.
 ``--device cpu --tiny`` is a test of the command, with an SGLang that runs on CPUs.
 """
 
@@ -53,7 +53,7 @@ from rl_loop.weight_sync.servers import SyncPlan
 from rl_loop.weight_sync.source import SyncError
 
 ROUNDS = 3
-"""Number of sleeps and wakes of each server."""
+"""Number of pauses of each server."""
 LOGGED = re.compile(
     r"(Init torch distributed ends|Load weight (?:begin|end)|Memory pool end|KV Cache is allocated|"
     r"SWAKVPool|Capture .* end|max_total_num_tokens|Using default MoE kernel config).*"
@@ -155,7 +155,7 @@ class Bench:
                 raise RuntimeError(status.fault)
             await asyncio.sleep(0.5)
         self.note(start_seconds=time.monotonic() - began)
-        await server.begin_sync(status.incarnation)  # stops health checks, because it will sleep
+        await server.begin_sync(status.incarnation)  # stops health checks, because it will be paused
         self.note(total_gb=self.total(), before_gb=before, started_gb=self.used() - before)
 
         async with self.watching_memory():
@@ -174,18 +174,18 @@ class Bench:
         self.note(loaded_peak_gb=self.peak - before, after_load_gb=self.used() - before)
         scores, text = await self.score_and_sample(engine, status.url, "before")
 
-        sleeps = [await self.sleep_and_wake(status.url, before) for _ in range(ROUNDS)]
-        for name in sleeps[0]:
-            self.figures[name] = [round(sleep[name], 3) for sleep in sleeps]
+        pauses = [await self.pause_and_resume(status.url, before) for _ in range(ROUNDS)]
+        for name in pauses[0]:
+            self.figures[name] = [round(pause[name], 3) for pause in pauses]
         scores_after, text_after = await self.score_and_sample(engine, status.url, "after")
         gaps = [abs(x - y) for x, y in zip(scores, scores_after, strict=True)]
-        self.note(largest_gap_after_sleep=max(gaps))
-        self.figures["same_text_after_sleep"] = text_after == text
+        self.note(largest_gap_after_pause=max(gaps))
+        self.figures["same_text_after_pause"] = text_after == text
         await engine.close()
         await self.kill_during_sync(server, status.url)
 
-    async def sleep_and_wake(self, url: str, before: int) -> dict[str, float]:
-        """Put the server to sleep and wake it in the same way as the fleet."""
+    async def pause_and_resume(self, url: str, before: int) -> dict[str, float]:
+        """Pause and resume the server in the same way as the fleet."""
         client = SglangClient(url)
         seconds: dict[str, float] = {}
 
@@ -196,16 +196,16 @@ class Bench:
 
         await call("pause_seconds", "/pause_generation", {"mode": "abort"})
         tags = ["kv_cache", "weights", "cuda_graph"]
-        await call("sleep_seconds", "/release_memory_occupation", {"tags": tags})
-        asleep = (self.used() - before) / 1e9
-        await call("wake_weights_seconds", "/resume_memory_occupation", {"tags": ["weights"]})
+        await call("release_seconds", "/release_memory_occupation", {"tags": tags})
+        paused = (self.used() - before) / 1e9
+        await call("resume_weights_seconds", "/resume_memory_occupation", {"tags": ["weights"]})
         synced = await self.sync(url)
         self.release()
         rest = {"tags": ["kv_cache", "cuda_graph"]}
-        await call("wake_rest_seconds", "/resume_memory_occupation", rest)
+        await call("resume_rest_seconds", "/resume_memory_occupation", rest)
         await client.close()
-        awake = (self.used() - before) / 1e9
-        return seconds | {"asleep_gb": asleep, "awake_again_gb": awake, "resync_seconds": synced}
+        resumed = (self.used() - before) / 1e9
+        return seconds | {"paused_gb": paused, "resumed_gb": resumed, "resync_seconds": synced}
 
     async def kill_during_sync(self, server: SglangServer, url: str) -> None:
         """Kill the server during a sync, and measure the time of the sync and the memory left."""

@@ -16,8 +16,8 @@ step`` 0.5. One model takes alternating steps of these variants, each with one d
 - ``pinned``: as ``routes``, and the routes are in page-locked memory, so that their copy to the GPU
   does not wait for the previous micro-batch.
 - ``objective``: policy loss with its metrics and correction, and its columns.
-- ``released``: torch's cache is released before each step, as before engines wake.
-- ``busy``: ``--spinning`` processes use a core each, as schedulers of sleeping servers do.
+- ``released``: torch's cache is released before each step, as before servers resume.
+- ``busy``: ``--spinning`` processes use a core each, as schedulers of paused servers do.
 
 Needs one GPU, or several with torchrun. Weights are random, and learning rates are 0. Prints a
 table: microseconds per token of forward and backward, their ratio, and milliseconds of the first

@@ -62,7 +62,7 @@ PHASES_BEFORE_FORWARD_PASS = ("start", "first_sync")
 PHASES_BEFORE_OPTIMIZER_STEP = (*PHASES_BEFORE_FORWARD_PASS, "first_scoring")
 """Phases of a new run in which the optimizer has no state.
 
-A resumed run has state from the start, and its servers sleep until the first weight sync.
+A resumed run has state from the start, and its servers are paused until the first weight sync.
 """
 
 # Measured: 2.5, 2.9 and 4.2 GB on one H200 with 82, 67 and 47 GB of tensors and 16,384 tokens. The
@@ -217,8 +217,8 @@ def predict_stage_memory(
         loaded_state_bytes(inputs, trained) for trained in trained_models(inputs, stage)
     )
     engine = inputs.engine or EngineMemory()
-    awake = engine.awake_fraction * gigabytes * 1e9
-    asleep = engine.asleep_bytes
+    running = engine.running_fraction * gigabytes * 1e9
+    paused = engine.paused_bytes
 
     # The memory for merged, rounded or dequantized weights does not exist at the start, and it is
     # released before a weight sync. It still exists in the optimizer step.
@@ -236,17 +236,17 @@ def predict_stage_memory(
             received += sent
         needs += [
             # The servers have just started, with everything that they allocate at startup.
-            _Need("first_sync", syncing, awake - engine.working_bytes + received),
-            _Need("first_scoring", scoring - memory.optimizer, asleep),
-            # Sleeping servers wake up with their weights. Caches and graphs follow after the sync.
-            _Need("sync", syncing + memory.optimizer, asleep + engine.weight_bytes + received),
-            _Need("rollout", memory.persistent, awake),
+            _Need("first_sync", syncing, running - engine.working_bytes + received),
+            _Need("first_scoring", scoring - memory.optimizer, paused),
+            # Paused servers resume with their weights. Caches and graphs follow after the sync.
+            _Need("sync", syncing + memory.optimizer, paused + engine.weight_bytes + received),
+            _Need("rollout", memory.persistent, running),
         ]
     needs += [
-        _Need("scoring", scoring, asleep),
-        _Need("update", memory.persistent + memory.activations + memory.temporary, asleep),
-        _Need("optimizer", stepping, asleep),
-        _Need("checkpoint", memory.persistent + gathered_for_checkpoint(inputs, stage), asleep),
+        _Need("scoring", scoring, paused),
+        _Need("update", memory.persistent + memory.activations + memory.temporary, paused),
+        _Need("optimizer", stepping, paused),
+        _Need("checkpoint", memory.persistent + gathered_for_checkpoint(inputs, stage), paused),
     ]
 
     host = 0.0

@@ -144,14 +144,14 @@ def _successive_changes(
 
     # Last, because it slows rollouts down: servers get the memory that is left, rounded down to 1%.
     engine = inputs.engine
-    if engine is not None and engine.awake_fraction > 0:
-        awake = predict_fullest_stage(inputs, gigabytes)
+    if engine is not None and engine.running_fraction > 0:
+        running = predict_fullest_stage(inputs, gigabytes)
         # The phases in which the servers have all their memory.
-        fullest = max(awake.phase(name).total for name in ("first_sync", "rollout")) / 1e9
-        room = engine.awake_fraction + (gigabytes - fullest) / gigabytes if gigabytes else 0.0
+        fullest = max(running.phase(name).total for name in ("first_sync", "rollout")) / 1e9
+        room = engine.running_fraction + (gigabytes - fullest) / gigabytes if gigabytes else 0.0
         fraction = math.floor(100 * room) / 100
-        if 0 < fraction < engine.awake_fraction:
-            inputs = replace(inputs, engine=replace(engine, awake_fraction=fraction))
+        if 0 < fraction < engine.running_fraction:
+            inputs = replace(inputs, engine=replace(engine, running_fraction=fraction))
             yield f"rollout.engine.memory_fraction={fraction:g}", inputs
 
 

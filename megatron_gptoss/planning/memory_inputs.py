@@ -24,16 +24,16 @@ class EngineMemory:
     All values include the CUDA context and libraries of the server process.
     """
 
-    awake_fraction: float = 0.0
+    running_fraction: float = 0.0
     """Fraction of the GPU while the engines generate: weights, KV cache, graphs, everything."""
-    asleep_bytes: int = 0
+    paused_bytes: int = 0
     """Bytes while the trainer works."""
     weight_bytes: int = 0
-    """Bytes of the weights, which a weight sync needs in addition to ``asleep_bytes``."""
+    """Bytes of the weights, which a weight sync needs in addition to ``paused_bytes``."""
     sync_bytes: int = 0
     """Further bytes that servers need during a weight sync."""
     working_bytes: int = 0
-    """Part of the awake memory that servers allocate at the first request.
+    """Part of the running memory that servers allocate at the first request.
 
     It consists of CUDA graph inputs and activations.
     """

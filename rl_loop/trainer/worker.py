@@ -382,7 +382,7 @@ class TrainerWorker:
 
         The first token of each sequence has 0.
         """
-        self.memory.observe()  # Engines are awake while a canary is scored.
+        self.memory.observe()  # Servers run while a canary is scored.
         return self._score_with(self.trainer, inputs, temperature)
 
     def teacher_score(self, inputs: RankInputs) -> np.ndarray:
@@ -454,7 +454,7 @@ class TrainerWorker:
         export_weights(self._gathering, export)
 
     def release_memory(self) -> None:
-        """Release the cache of torch's allocator, before engines on this GPU wake."""
+        """Release the cache of torch's allocator, before servers on this GPU resume."""
         release_cached_memory()
 
     def send_weights(self, sender: WeightSender) -> None:

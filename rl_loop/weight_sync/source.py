@@ -96,7 +96,7 @@ class WeightSource(Protocol):
         ...
 
     def release_memory(self) -> None:
-        """Release cached GPU memory before engines on the same GPUs wake."""
+        """Release cached GPU memory before servers on the same GPUs resume."""
         ...
 
     def send_weights(self, sender: WeightSender) -> None:

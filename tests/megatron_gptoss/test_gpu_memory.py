@@ -16,7 +16,7 @@ def test_phase_peaks_include_memory_of_servers() -> None:
     gpu.allocate(-1000)
     gpu.release_cached_memory()
     memory.enter("rollout")
-    gpu.others = 4000  # servers wake up and sleep again before the next observation
+    gpu.others = 4000  # servers resume and are paused again before the next observation
     memory.observe()
     gpu.others = 900
     memory.enter("update")

@@ -210,7 +210,7 @@ def test_phase_keeps_cached_memory_until_the_trainer_releases_it() -> None:
         return {phase.name: phase.total for phase in shown.phases}
 
     # No server shares the GPU, so the phases differ only by the trainer.
-    engine = EngineMemory(awake_fraction=0, asleep_bytes=0, sync_bytes=0)
+    engine = EngineMemory(running_fraction=0, paused_bytes=0, sync_bytes=0)
     kept = held(0, None)
     assert kept["scoring"] < kept["update"]
     assert kept["optimizer"] == pytest.approx(kept["update"])
@@ -263,8 +263,8 @@ def test_server_memory_depends_on_awake_asleep_and_sync() -> None:
     optimizer = OptimizerConfig(moment_dtype="bf16", gradient_dtype="bf16", offload_fraction=1)
     alone = MemoryInputs(GPT_OSS_20B, TWO_GPUS, optimizer, 16_384)
     engine = EngineMemory(
-        awake_fraction=0.5,
-        asleep_bytes=7 * 10**9,
+        running_fraction=0.5,
+        paused_bytes=7 * 10**9,
         weight_bytes=20 * 10**9,
         sync_bytes=3 * 10**9,
         working_bytes=6 * 10**9,
@@ -293,7 +293,9 @@ def test_server_memory_depends_on_awake_asleep_and_sync() -> None:
 
 
 def test_sync_memory_has_two_buckets_and_an_incoming_parameter() -> None:
-    engine = EngineMemory(awake_fraction=0, asleep_bytes=0, sync_bytes=10**9, bucket_bytes=1 << 29)
+    engine = EngineMemory(
+        running_fraction=0, paused_bytes=0, sync_bytes=10**9, bucket_bytes=1 << 29
+    )
 
     def shared(**changes: Any) -> tuple[float, float]:
         """Return the bytes of a sync on top of the persistent trainer, and the servers' bytes."""
@@ -591,8 +593,8 @@ def test_offloaded_part_reuses_memory_of_activations(tokens: int, room: bool) ->
 @pytest.mark.parametrize("working_bytes", [0, 10**10], ids=["in the sync", "in the rollout"])
 def test_servers_get_remaining_gpu_memory(working_bytes: int) -> None:
     engine = EngineMemory(
-        awake_fraction=0.9,
-        asleep_bytes=7 * 10**9,
+        running_fraction=0.9,
+        paused_bytes=7 * 10**9,
         sync_bytes=3 * 10**9,
         working_bytes=working_bytes,
     )
@@ -707,7 +709,7 @@ def test_the_ranks_that_write_a_checkpoint_need_host_memory() -> None:
 
 
 def test_the_table_shows_every_phase_and_which_needs_most() -> None:
-    engine = EngineMemory(awake_fraction=0.5, asleep_bytes=7 * 10**9, sync_bytes=3 * 10**9)
+    engine = EngineMemory(running_fraction=0.5, paused_bytes=7 * 10**9, sync_bytes=3 * 10**9)
     inputs = MemoryInputs(GPT_OSS_20B, TWO_GPUS, BF16_MOMENTS, 16_384, engine=engine)
     shown = predict_stage_memory(inputs, H200)
     lines = memory_plan(inputs, Hardware(H200, "H200")).splitlines()

@@ -3,12 +3,12 @@
 from megatron_gptoss.planning.memory_inputs import EngineMemory
 from rl_loop.engines.sglang.gpu_memory import WORKING_BYTES
 
-ASLEEP_BYTES = 1_650_000_000
+PAUSED_BYTES = 1_650_000_000
 """GPU memory of a paused server: context, libraries, kernels, input buffers of CUDA graphs.
 
 Measured with the 20B on an H200: 1.62 GB (``benchmarks/sglang/memory.py``).
 """
-TENSOR_PARALLEL_ASLEEP_BYTES = 1_300_000_000
+TENSOR_PARALLEL_PAUSED_BYTES = 1_300_000_000
 """Additional memory of a paused server with tensor parallelism, on each GPU, per rank.
 
 Measured on H200 with the 120B and the 20B. Compared with one rank per server, a GPU with a trainer
@@ -39,24 +39,24 @@ def colocated_engine_memory(
     Args:
         weight_bytes: weights of one rank of the server.
         tensor_parallel: ranks of the server.
-        memory_fraction: fraction of the GPU for an awake server.
+        memory_fraction: fraction of the GPU for a running server.
         keep_weights: whether a paused server keeps its weights.
         bucket_bytes: maximum size of a bucket of a weight sync.
         has_mxfp4_experts: True if the server holds experts in MXFP4.
     """
     # The first rank of a server opens the memory of the trainer's GPU. The other ranks copy whole
     # tensors to their own GPUs (``_unwrap_tensor`` of SGLang 0.5.17).
-    asleep = ASLEEP_BYTES
+    paused = PAUSED_BYTES
     shares_model = tensor_parallel > 1
     if shares_model:
-        asleep += TENSOR_PARALLEL_ASLEEP_BYTES * tensor_parallel
+        paused += TENSOR_PARALLEL_PAUSED_BYTES * tensor_parallel
     if keep_weights:
         # A sync needs no further memory for them.
-        asleep += weight_bytes
+        paused += weight_bytes
         weight_bytes = 0
     return EngineMemory(
-        awake_fraction=memory_fraction,
-        asleep_bytes=asleep,
+        running_fraction=memory_fraction,
+        paused_bytes=paused,
         weight_bytes=weight_bytes,
         sync_bytes=RECEIVING_BYTES,
         working_bytes=WORKING_BYTES,

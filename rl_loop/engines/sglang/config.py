@@ -75,7 +75,7 @@ class SglangConfig(EngineConfig):
     triton for any GPU, with a plugin that corrects its sliding window.
     """
     memory_fraction: float = Field(0.85, gt=0, lt=1)
-    """Fraction of a GPU's total memory for an awake server: weights, key/value cache, CUDA graphs,
+    """Fraction of a GPU's total memory for a running server: weights, key/value cache, CUDA graphs,
     activations, process. With ``colocated``: the part that the trainer leaves, about half. On a
     CPU: SGLang's ``--mem-fraction-static``.
     """
@@ -121,7 +121,7 @@ class SglangConfig(EngineConfig):
     start_seconds: float = Field(1200.0, gt=0)
     """Seconds until a started server must be healthy."""
     sync_seconds: float = Field(40.0, gt=0)
-    """Time limit in seconds for one bucket, for sleeping and for waking. weight_sync disk has only
+    """Time limit in seconds for one bucket, for pausing and for resuming. weight_sync disk has only
     one bucket and gets 15 times as long. After the limit the sync fails and is retried.
     """
 
@@ -402,7 +402,7 @@ class SglangConfig(EngineConfig):
             # NCCL has allocated ("invalid argument").
             variables["NCCL_CUMEM_ENABLE"] = os.environ.get("NCCL_CUMEM_ENABLE", "1")
         if self.colocated:
-            # Without it SGLang keeps the memory of its CUDA graphs while it sleeps.
+            # Without it SGLang keeps the memory of its CUDA graphs while it is paused.
             variables["SGLANG_MEMORY_SAVER_CUDA_GRAPH"] = "1"
         # A user may change the variables above, but not those below: servers would run unpatched.
         variables |= self.env
@@ -421,7 +421,7 @@ class SglangConfig(EngineConfig):
         if self.attention_backend == "triton":
             patches.append("triton_window")
         if self.colocated:
-            patches.append("sleeping_cache")
+            patches.append("paused_cache")
 
         if self.has_mxfp4_experts:
             patches += ["mxfp4_experts", "ptxas_override"]

@@ -192,7 +192,7 @@ class SglangFleet:
             self._wake_and_send(taking_part, version)
             reached = version
         except (ServerError, RequestRejectedError) as failure:
-            # The server did not wake, or ended while it scored.
+            # The server did not resume, or ended while it scored.
             raise SyncError(f"weights {version} did not reach all servers: {failure}") from failure
         finally:
             for actor, status in taking_part.items():

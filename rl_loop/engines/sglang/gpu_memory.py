@@ -1,6 +1,6 @@
 """Conversion of a server's share of a GPU into SGLang's ``--mem-fraction-static``.
 
-``rollout.engine.memory_fraction`` is the share of the whole GPU for all memory of an awake server.
+``rollout.engine.memory_fraction`` is the share of the whole GPU for all memory of a running server.
 SGLang's fraction f refers to the memory that is free before the weights are loaded, when the
 process has a CUDA context and process groups (``_profile_available_bytes`` in
 ``srt/mem_cache/kv_cache_configurator.py`` of 0.5.17):
@@ -172,7 +172,7 @@ class ServerNeeds:
 
     @property
     def all(self) -> int:
-        """Total memory of an awake server."""
+        """Total memory of a running server."""
         return self.weights + self.cache + self.working + self.context
 
 
@@ -250,7 +250,7 @@ def static_fraction(fraction: float, gpus: Sequence[GpuMemory], needs: ServerNee
     """Convert a share of whole GPUs into SGLang's fraction of the free memory on them.
 
     Args:
-        fraction: share of each whole GPU for the awake server.
+        fraction: share of each whole GPU for the running server.
         gpus: GPUs of the server. SGLang uses the free memory of the fullest one.
         needs: memory that the server needs on each of them.
 

@@ -113,7 +113,7 @@ def test_kept_weights_count_as_memory_of_sleeping_servers() -> None:
         for settings in (COLOCATED, KEPT)
     )
     assert kept.weight_bytes == 0
-    assert kept.asleep_bytes == plain.asleep_bytes + plain.weight_bytes
+    assert kept.paused_bytes == plain.paused_bytes + plain.weight_bytes
 
     without = ServerNeeds.of(MODEL_20B, "bf16", 1, mxfp4_experts=True)
     factors = 24 * 32 * 16 * 2 * (2880 + 5760 + 2880 + 2880)

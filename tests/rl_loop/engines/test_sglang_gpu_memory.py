@@ -102,7 +102,7 @@ def test_sleeping_server_keeps_more_memory_with_every_rank(
 
     Trainers and servers had equal numbers of ranks. The two figures of 4 ranks are of different GPUs.
     """
-    more = on_trainer_gpus(tensor_parallel=ranks).asleep_bytes - on_trainer_gpus().asleep_bytes
+    more = on_trainer_gpus(tensor_parallel=ranks).paused_bytes - on_trainer_gpus().paused_bytes
     for gigabytes in measured:
         assert more / 1e9 == pytest.approx(gigabytes, abs=1)
 

@@ -181,9 +181,9 @@ def test_servers_get_the_patches_of_their_settings() -> None:
     assert patches(**TRITON) == f"{ALWAYS},triton_window,fast_abort,fused_sampling,fp32_logits"
     assert (
         patches(**COLOCATED)
-        == f"{ALWAYS},sleeping_cache,fused_sampling,fused_window_attention,fp32_logits"
+        == f"{ALWAYS},paused_cache,fused_sampling,fused_window_attention,fp32_logits"
     )
-    assert patches(**COLOCATED, deterministic=True) == f"{ALWAYS},sleeping_cache"
+    assert patches(**COLOCATED, deterministic=True) == f"{ALWAYS},paused_cache"
     assert SglangConfig(**TRITON).environment["PYTHONPATH"] == str(PLUGIN)
 
 

@@ -72,8 +72,7 @@ def test_server_command_and_environment_follow_the_configuration() -> None:
     assert settings.environment == MOE | {
         "SGLANG_MEMORY_SAVER_CUDA_GRAPH": "1",
         "GPTOSS_SGLANG_PATCHES": (
-            "hidden_key,bound_store,sleeping_cache,fused_sampling,fused_window_attention,"
-            "fp32_logits"
+            "hidden_key,bound_store,paused_cache,fused_sampling,fused_window_attention,fp32_logits"
         ),
         "PYTHONPATH": str(PLUGIN),
     }

@@ -33,7 +33,7 @@ from tests.support.megatron_gptoss.reference import documents
 from tests.support.megatron_gptoss.scripted_gpu import ScriptedGpu
 
 CONFIGS = Path(__file__).parents[3] / "configs"
-ENGINE = EngineMemory(awake_fraction=0.4, asleep_bytes=700, sync_bytes=300)
+ENGINE = EngineMemory(running_fraction=0.4, paused_bytes=700, sync_bytes=300)
 
 
 @pytest.fixture
@@ -76,7 +76,7 @@ class Sender:
 
     def send(self, named: Iterable[tuple[str, torch.Tensor]], rank: int) -> None:
         self.gpu.allocate(2000)
-        self.gpu.others = 3000  # servers wake up
+        self.gpu.others = 3000  # servers resume
         for _ in named:
             if self.fails:
                 self.gpu.allocate(-2000)
@@ -128,7 +128,7 @@ def test_step_reports_memory_of_all_phases_since_the_last_step(
     trainer.send_weights(Sender(gpu))
     assert given_back == ["cache"] and gpu.reserved == 1000
     gpu.others = 4500
-    trainer.score(samples)  # the canary runs while servers are awake
+    trainer.score(samples)  # the canary runs while servers run
     gpu.others = 800
     trainer.enter_phase("scoring")
     gpu.allocate(400)

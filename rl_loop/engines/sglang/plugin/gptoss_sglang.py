@@ -12,7 +12,7 @@
   query. The buffer of keys from which ``triton`` decodes includes the query in the 127 (sglang pull
   request 32087). Only this buffer reads the backend's ``sliding_window_size``: prefill masks by the
   windows of the layers.
-* ``sleeping_cache``: let a sleeping server release its key/value cache. ``SWAKVPool``, the cache of
+* ``paused_cache``: let a paused server release its key/value cache. ``SWAKVPool``, the cache of
   models with windowed layers, disables the memory saver for both of its pools, so that
   ``/release_memory_occupation`` reports success but frees none of it.
 * ``mxfp4_experts``: let servers with MXFP4 experts load them in a weight sync, report their
@@ -179,7 +179,7 @@ def decode_with_whole_window() -> None:
     TritonAttnBackend.__init__ = with_the_query
 
 
-def free_cache_while_sleeping() -> None:
+def free_cache_while_paused() -> None:
     """Enable the memory saver for both pools of a cache with windowed layers."""
     from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 
@@ -287,7 +287,7 @@ PATCHES = {
     "hidden_key": SglangPatch(hide_key),
     "bound_store": SglangPatch(bind_store, is_of_torch=True),
     "triton_window": SglangPatch(decode_with_whole_window, "use attention_backend fa3"),
-    "sleeping_cache": SglangPatch(free_cache_while_sleeping, "run servers on separate GPUs"),
+    "paused_cache": SglangPatch(free_cache_while_paused, "run servers on separate GPUs"),
     "mxfp4_experts": SglangPatch(sync_mxfp4_experts, "leave rollout.engine.quantization out"),
     "ptxas_override": SglangPatch(override_ptxas),
     "fused_routing": SglangPatch(route_in_one_kernel),
