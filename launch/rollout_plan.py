@@ -101,7 +101,7 @@ def predict_loop(
     """Predict the bounds of a loop with SGLang servers.
 
     On the trainer's GPUs, servers and trainer alternate. The time to sync, pause and resume
-    servers, are not included.
+    servers is not included.
 
     Args:
         config: configuration with an SGLang engine.

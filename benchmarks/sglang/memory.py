@@ -155,7 +155,9 @@ class Bench:
                 raise RuntimeError(status.fault)
             await asyncio.sleep(0.5)
         self.note(start_seconds=time.monotonic() - began)
-        await server.begin_sync(status.incarnation)  # stops health checks, because it will be paused
+        await server.begin_sync(
+            status.incarnation
+        )  # stops health checks, because it will be paused
         self.note(total_gb=self.total(), before_gb=before, started_gb=self.used() - before)
 
         async with self.watching_memory():

@@ -206,7 +206,7 @@ class CheckRun:
         self,
         faults: Sequence[ModelFault],
         with_fault: Callable[[ModelFault], Tensor],
-        answered: Tensor,
+        actual: Tensor,
         expected: Tensor,
         noise: Tensor,
         top: int = TOP,
@@ -216,7 +216,7 @@ class CheckRun:
         Args:
             faults: faults to search for.
             with_fault: function that returns the log-probs with a fault.
-            answered: log-probs of the implementation.
+            actual: log-probs of the implementation.
             expected: log-probs of the reference.
             noise: error per token of the implementation's precision.
             top: number of tokens to inspect per fault.
@@ -224,7 +224,7 @@ class CheckRun:
         Returns:
             The visibility of each fault, and the implementation's deviation there.
         """
-        gaps = (answered - expected).abs()
+        gaps = (actual - expected).abs()
         visibilities = []
 
         for fault in faults:
@@ -254,6 +254,6 @@ def joined(values: Sequence[Sequence[float]]) -> Tensor:
     return torch.cat([torch.as_tensor(value, dtype=torch.float64) for value in values])
 
 
-def gap(answered: Tensor, expected: Tensor) -> float:
+def gap(actual: Tensor, expected: Tensor) -> float:
     """Return the mean gap, with each token's gap clamped to MAX_GAP."""
-    return float((answered - expected).abs().clamp(max=MAX_GAP).mean())
+    return float((actual - expected).abs().clamp(max=MAX_GAP).mean())

@@ -42,7 +42,7 @@ class FaultExplanation:
 
 
 def explain(
-    answered: Tensor,
+    actual: Tensor,
     evaluate: Callable[[FaultyVariant], Tensor],
     candidates: Sequence[ModelFault],
     limit: float,
@@ -51,7 +51,7 @@ def explain(
     """Find faults greedily, each time the one with which the reference is closest to the results.
 
     Args:
-        answered: results of the implementation.
+        actual: results of the implementation.
         evaluate: function that returns the results of the reference with a variant.
         candidates: faults to try, simple ones first. The first of equally good ones is taken.
         limit: mean gap that precision explains.
@@ -59,14 +59,14 @@ def explain(
     """
     # Begin with the faults that are known already, so that only the remaining gap is explained.
     variant = start
-    before = after = gap(answered, evaluate(variant))
+    before = after = gap(actual, evaluate(variant))
     faults: list[ModelFault] = []
     # Greedy, because trying all sets of up to 3 of about 30 faults needs thousands of evaluations.
     while after > limit and len(faults) < MAX_FAULTS:
         gaps = {}
         for fault in candidates:
             if fault not in faults:
-                gaps[fault] = gap(answered, evaluate(combined(variant, fault.variant)))
+                gaps[fault] = gap(actual, evaluate(combined(variant, fault.variant)))
         # min keeps the first of equal gaps, and the dict keeps the order of the candidates.
         best = min(gaps, key=lambda fault: gaps[fault])
         # Some fault is always the closest. If it explains little, it is not the cause.

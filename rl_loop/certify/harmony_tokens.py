@@ -87,18 +87,18 @@ def expected_ids(messages: Sequence[HarmonyMessage], vocabulary: Vocabulary) -> 
 
 
 def describe_difference(
-    messages: Sequence[HarmonyMessage], answered: Sequence[int], vocabulary: Vocabulary
+    messages: Sequence[HarmonyMessage], actual: Sequence[int], vocabulary: Vocabulary
 ) -> str | None:
     """Return the difference between ids and the expected ids. None if they are equal."""
     expected = expected_ids(messages, vocabulary)
-    if list(answered) == expected:
+    if list(actual) == expected:
         return None
 
     # Check whether a special token was encoded as plain text, or plain text as a special token.
     encoding = harmony_encoding()
     for token in SPECIAL_TOKENS:
         (special,) = vocabulary.from_harmony(encoding.encode(token, allowed_special={token}))
-        short_of = expected.count(special) - list(answered).count(special)
+        short_of = expected.count(special) - list(actual).count(special)
         # A special token that is missing was encoded as text. One too many was text in a content.
         if short_of > 0:
             return f"{token} (id {special}) is encoded as text, {short_of} times"
@@ -107,9 +107,9 @@ def describe_difference(
 
     # All special tokens are right, so show where the other ids begin to differ.
     same = 0
-    while same < min(len(expected), len(answered)) and expected[same] == answered[same]:
+    while same < min(len(expected), len(actual)) and expected[same] == actual[same]:
         same += 1
     return (
-        f"ids differ from position {same} on: {list(answered[same : same + 6])}, "
+        f"ids differ from position {same} on: {list(actual[same : same + 6])}, "
         f"expected {expected[same : same + 6]}"
     )

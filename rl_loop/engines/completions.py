@@ -95,8 +95,8 @@ class CompletionsEngine:
                 text = await response.text()
                 raise EndpointError(f"{self._url} answered {response.status}: {text[:300]}")
             # aiohttp would reject JSON with another content type.
-            answer = await response.json(content_type=None)
-        choice: dict[str, Any] = answer["choices"][0]
+            completion = await response.json(content_type=None)
+        choice: dict[str, Any] = completion["choices"][0]
         return choice
 
     async def score(self, input_ids: list[int], temperature: float = 1.0) -> list[float]:

@@ -32,7 +32,7 @@ from rl_loop.environments.tool_calls import (
     parse_recipient,
 )
 from rl_loop.environments.tool_servers.config import ToolServerConfig
-from rl_loop.environments.tool_servers.connection import ToolResult
+from rl_loop.environments.tool_servers.connection import McpResult
 from rl_loop.environments.tool_servers.toolbox import ToolBox, offered_without_episode
 from rl_loop.infrastructure import InfrastructureError
 from rl_loop.threads import call_user_code
@@ -132,7 +132,7 @@ class McpEnvironment(ReplayedEnvironment[McpOptions]):
         if tool not in self.toolbox or self.toolbox.is_own(tool):
             await super().repeat(recorded)
 
-    async def do(self, action: ToolCall) -> ToolResult:
+    async def do(self, action: ToolCall) -> McpResult:
         assert self.toolbox is not None
         return await _call_named(self.toolbox, action.tool, action.arguments)
 
@@ -145,9 +145,9 @@ class McpEnvironment(ReplayedEnvironment[McpOptions]):
         name = self.options.setup_tool
         if name is None:
             return
-        answer = await _call_named(tools, name, self.row.get("setup", {}))
-        if answer.is_error:
-            raise InfrastructureError("tool", f"setup_tool {name}: {answer.text[:500]}")
+        result = await _call_named(tools, name, self.row.get("setup", {}))
+        if result.is_error:
+            raise InfrastructureError("tool", f"setup_tool {name}: {result.text[:500]}")
 
     def tools(self) -> Sequence[Tool]:
         # Prompts are also rendered without an episode, to check their length.
@@ -167,10 +167,10 @@ class McpEnvironment(ReplayedEnvironment[McpOptions]):
         if not self.toolbox.offers(name) or name == self.options.setup_tool:
             raise UnknownToolError
 
-        answer: ToolResult = await self.act(ToolCall(name, parse_arguments(arguments)))
-        if answer.is_error:
-            raise ToolError(answer.text)
-        return answer.text
+        result: McpResult = await self.act(ToolCall(name, parse_arguments(arguments)))
+        if result.is_error:
+            raise ToolError(result.text)
+        return result.text
 
     async def answer(self, text: str) -> StepResult:
         await self.ready()
@@ -197,7 +197,7 @@ class McpEnvironment(ReplayedEnvironment[McpOptions]):
         return with_parts(self.end_with_score(0.0), dict.fromkeys(self.options.parts, 0.0))
 
 
-async def _call_named(tools: ToolBox, name: str, arguments: Any) -> ToolResult:
+async def _call_named(tools: ToolBox, name: str, arguments: Any) -> McpResult:
     """Call a tool that the configuration or a recorded action names.
 
     Raises:

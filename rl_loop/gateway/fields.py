@@ -106,8 +106,8 @@ def _user(part: dict[str, Any]) -> list[dict[str, Any]]:
     return [{"role": "user", "content": [part]}]
 
 
-def _common(tool: dict[str, Any], named: dict[str, Any]) -> tuple[RequestField, ...]:
-    """Return the rows of both dialects. ``tool`` and ``named`` are a function and its choice."""
+def _shared_fields(tool: dict[str, Any], named: dict[str, Any]) -> tuple[RequestField, ...]:
+    """Return the fields of both APIs. ``tool`` is a function, ``named`` a ``tool_choice`` of it."""
     return (
         _ignored("model", "gpt-4o", _FIXED_MODEL),
         _works("stream", True, "tokens are sent as they are sampled", wrong="maybe"),
@@ -153,7 +153,7 @@ CHAT_FIELDS: RequestFields = (
         "messages[0].content[0]",
         _TEXT_ONLY,
     ),
-    *_common(
+    *_shared_fields(
         {"type": "function", "function": {"name": "add", "parameters": _SCHEMA}},
         {"type": "function", "function": {"name": "add"}},
     ),
@@ -231,7 +231,7 @@ RESPONSES_FIELDS: RequestFields = (
     _refused_part(
         "input", [{"type": "item_reference", "id": "i"}], "input[0]", "items are not stored by ID"
     ),
-    *_common(
+    *_shared_fields(
         {"type": "function", "name": "add", "parameters": _SCHEMA},
         {"type": "function", "name": "add"},
     ),

@@ -24,8 +24,8 @@ def check_agreement(check_run: CheckRun) -> CheckResult:
     """Compare log-probs of all sequences, and find faults that explain differences."""
     title = TITLES["agreement"]
     sequences = check_run.sequences.all
-    answered = check_run.log_probs(sequences)
-    gaps = (answered - check_run.expected(sequences, EXACT)).abs()
+    actual = check_run.log_probs(sequences)
+    gaps = (actual - check_run.expected(sequences, EXACT)).abs()
     noise = check_run.noise(sequences)
     table = _gap_table(check_run, gaps, noise)
 
@@ -33,7 +33,7 @@ def check_agreement(check_run: CheckRun) -> CheckResult:
     groups = (check_run.sequences.short, check_run.sequences.window, check_run.sequences.long)
     apart = [group for group in groups if not _agrees(check_run, group, EXACT)]
     if not apart:
-        mean = gap(answered, check_run.expected(sequences, EXACT))
+        mean = gap(actual, check_run.expected(sequences, EXACT))
         summary = (
             f"{len(gaps)} tokens differ by {mean:.1e} nats on average, {gaps.max():.1e} at most"
         )
@@ -55,14 +55,14 @@ def _agrees(
 ) -> bool:
     """Return True if precision explains the gap between the implementation and a variant."""
     noise = check_run.noise(sequences)
-    answered = check_run.log_probs(sequences)
+    actual = check_run.log_probs(sequences)
     expected = check_run.expected(sequences, variant)
-    is_close = gap(answered, expected) <= check_run.mean_limit(noise)
+    is_close = gap(actual, expected) <= check_run.mean_limit(noise)
 
     # The largest gaps show faults of few tokens. Routers with tied choices cause large gaps, too,
     # so compare with the reference's own largest gaps.
     count = max(TOP // 2, len(noise) // 50)
-    gaps = (answered - expected).abs()
+    gaps = (actual - expected).abs()
     largest = gaps.topk(min(count, len(gaps))).values.median()
     expected_largest = noise.topk(min(count, len(gaps))).values.median()
     allowed = max(3 * float(expected_largest), check_run.limit(noise))

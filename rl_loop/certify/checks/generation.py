@@ -8,7 +8,7 @@ from torch import Tensor
 from rl_loop.certify import faults
 from rl_loop.certify.check_run import CheckRun, joined
 from rl_loop.certify.checks.titles import TITLES
-from rl_loop.certify.checks.verdict import explain_answers
+from rl_loop.certify.checks.verdict import judge_log_probs
 from rl_loop.certify.implementation import checked_scores
 from rl_loop.certify.probe_sequences import CONTINUATION, PROMPTS, ProbeSequence
 from rl_loop.certify.report import CheckOutcome, CheckResult, DiagnosedFault
@@ -19,7 +19,7 @@ def check_decoding(check_run: CheckRun) -> CheckResult:
     """Let the implementation continue prompts across the window's edge, and check the log-probs."""
     title = TITLES["decoding"]
     sequences = []
-    answered = []
+    actual = []
     for prompt in check_run.sequences.prompts:
         generated = check_run.implementation.generate(prompt.ids, CONTINUATION)
         ids = tuple(int(token) for token in generated.ids)
@@ -29,7 +29,7 @@ def check_decoding(check_run: CheckRun) -> CheckResult:
             summary = f"requested {CONTINUATION} tokens, got {len(ids)} or invalid ids: {ids[:4]}"
             return CheckResult("decoding", title, CheckOutcome.FAILED, summary)
         sequences.append(ProbeSequence("generated", prompt.ids + ids))
-        answered.append(generated.log_probs)
+        actual.append(generated.log_probs)
 
     def evaluate(variant: FaultyVariant, reference: ReferenceModel | None = None) -> Tensor:
         pieces = []
@@ -45,15 +45,15 @@ def check_decoding(check_run: CheckRun) -> CheckResult:
 
     noise = (evaluate(EXACT, check_run.rounded) - evaluate(EXACT)).abs()
     # Log-probs are optional in ``SampledSequence``.
-    if any(len(log_probs) != CONTINUATION for log_probs in answered):
+    if any(len(log_probs) != CONTINUATION for log_probs in actual):
         return _greedy_result(check_run, title, sequences, noise)
     # Decoding uses other kernels than scoring, so faults that scores do not have are possible.
     candidates = [*faults.DECODING, *faults.SINKS, *faults.WINDOW, *faults.YARN]
-    return explain_answers(
+    return judge_log_probs(
         check_run,
         "decoding",
         title,
-        joined(answered),
+        joined(actual),
         evaluate,
         candidates,
         noise,

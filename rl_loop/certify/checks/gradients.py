@@ -23,9 +23,9 @@ def check_gradients(check_run: CheckRun) -> CheckResult:
     title = TITLES["gradients"]
     # Every fault costs a backward pass over these sequences, so use only one of the window.
     sequences = [*check_run.sequences.short, check_run.sequences.window[0]]
-    answered = check_run.implementation.gradients([sequence.ids for sequence in sequences])
+    actual = check_run.implementation.gradients([sequence.ids for sequence in sequences])
     expected = check_run.gradients(sequences, check_run.explanation)
-    missing = sorted(set(expected) - set(answered))
+    missing = sorted(set(expected) - set(actual))
     if missing:
         summary = f"{len(missing)} tensors have no gradient, such as {missing[0]}"
         cause = _missing_gradients(missing)
@@ -33,7 +33,7 @@ def check_gradients(check_run: CheckRun) -> CheckResult:
 
     rounded = check_run.gradients(sequences, EXACT, "rounded")
     own_error = _relative(rounded, check_run.gradients(sequences, EXACT))
-    errors = _relative(answered, expected)
+    errors = _relative(actual, expected)
     known = (*faults.SINK_GRADIENTS, *faults.OTHER_GRADIENTS)
     with_fault = {}
     visibilities = []
@@ -67,12 +67,12 @@ def check_gradients(check_run: CheckRun) -> CheckResult:
             table=table,
         )
 
-    distances = {fault: _mean_error(answered, with_fault[fault]) for fault in known}
+    distances = {fault: _mean_error(actual, with_fault[fault]) for fault in known}
     closest = min(distances, key=lambda fault: distances[fault])
     summary = f"{len(wrong)} of {len(errors)} tensors are wrong, {worst} by {errors[worst]:.1e}"
     causes: tuple[DiagnosedFault, ...] = ()
     # One fault is always the closest. Name it only if it explains most of the error.
-    if distances[closest] < 0.3 * _mean_error(answered, expected):
+    if distances[closest] < 0.3 * _mean_error(actual, expected):
         causes = (DiagnosedFault(closest.name, closest.source),)
     return CheckResult(
         "gradients", title, CheckOutcome.FAILED, summary, causes, tuple(visibilities), table
@@ -86,21 +86,21 @@ def _missing_gradients(missing: Sequence[str]) -> tuple[DiagnosedFault, ...]:
     return ()
 
 
-def _relative(answered: dict[str, Tensor], expected: dict[str, Tensor]) -> dict[str, float]:
+def _relative(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> dict[str, float]:
     """Return the relative error of every tensor."""
     errors = {}
     for name, wanted in expected.items():
-        given = answered[name].detach().to("cpu", torch.float64)
-        difference = (given - wanted.double()).norm()
+        gradient = actual[name].detach().to("cpu", torch.float64)
+        difference = (gradient - wanted.double()).norm()
         # A gradient that should be zero has the norm 0.
         errors[name] = float(difference / wanted.double().norm().clamp(min=1e-30))
     return errors
 
 
-def _mean_error(answered: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
+def _mean_error(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
     """Return the mean relative error, with each error clamped to 2."""
     # A gradient that should be zero has no meaningful relative error.
-    return float(np.mean([min(error, 2.0) for error in _relative(answered, expected).values()]))
+    return float(np.mean([min(error, 2.0) for error in _relative(actual, expected).values()]))
 
 
 def _gradient_limit(check_run: CheckRun, own_error: float) -> float:

@@ -34,25 +34,25 @@ def check_harmony(check_run: CheckRun) -> CheckResult:
         ),
     ]
 
-    done = []
+    compared = []
     wrong = []
-    for name, answer, messages in attempts:
+    for name, operation, messages in attempts:
         try:
-            ids = answer()
+            ids = operation()
         except UnsupportedOperationError:
             continue
 
-        done.append(name)
+        compared.append(name)
         difference = describe_difference(messages, ids, check_run.vocabulary)
         if difference is not None:
             wrong.append(difference)
 
-    if not done:
+    if not compared:
         raise UnsupportedOperationError(
             f"{check_run.implementation.name} supports neither rendering nor tokenizing"
         )
     if not wrong:
-        summary = f"{', '.join(done)}: the ids equal those of openai-harmony"
+        summary = f"{', '.join(compared)}: the ids equal those of openai-harmony"
         return CheckResult("harmony", title, CheckOutcome.PASSED, summary)
 
     source = "openai/harmony#27, openai/harmony#53"

@@ -6,7 +6,7 @@ from torch import Tensor
 from rl_loop.certify import faults
 from rl_loop.certify.check_run import CheckRun, joined
 from rl_loop.certify.checks.titles import TITLES
-from rl_loop.certify.checks.verdict import explain_answers
+from rl_loop.certify.checks.verdict import judge_log_probs
 from rl_loop.certify.implementation import checked_scores
 from rl_loop.certify.report import CheckResult
 from rl_loop.certify.variants import FaultyVariant
@@ -20,7 +20,7 @@ def check_packing(check_run: CheckRun) -> CheckResult:
     scores = checked_scores(
         check_run.implementation, check_run.implementation.score_packed(ids), ids
     )
-    answered = joined([scored.log_probs for scored in scores])
+    actual = joined([scored.log_probs for scored in scores])
 
     row = [token for sequence in ids for token in sequence]
     starts = [sum(len(sequence) for sequence in ids[:i]) for i in range(len(ids))]
@@ -38,6 +38,6 @@ def check_packing(check_run: CheckRun) -> CheckResult:
         return torch.cat(pieces)
 
     noise = check_run.noise(sequences)
-    return explain_answers(
-        check_run, "packing", title, answered, evaluate, faults.PACKING, noise, faults.PACKING
+    return judge_log_probs(
+        check_run, "packing", title, actual, evaluate, faults.PACKING, noise, faults.PACKING
     )

@@ -33,13 +33,13 @@ def check_returned_routes(check_run: CheckRun) -> CheckResult:
     agreeing = compared = 0
     for routes, sequence in zip(returned, sequences, strict=True):
         expected = check_run.evaluated(sequence, check_run.explanation)
-        answered = np.asarray(routes)
+        actual = np.asarray(routes)
         shape = (len(sequence.ids) - 1, config.num_layers, config.experts_per_token)
-        if answered.shape != shape:
-            summary = f"routes have the shape {answered.shape}, expected {shape}"
+        if actual.shape != shape:
+            summary = f"routes have the shape {actual.shape}, expected {shape}"
             return CheckResult("routes returned", title, CheckOutcome.FAILED, summary)
         # Implementations may list the experts of a token in any order.
-        same = np.sort(answered, -1) == np.sort(expected.routes.numpy(), -1)
+        same = np.sort(actual, -1) == np.sort(expected.routes.numpy(), -1)
         # Precision can decide between near-tied experts, so compare only clear choices.
         is_clear = expected.margins.numpy() > SURE_MARGIN[check_run.precision]
         agreeing += int((same.all(-1) & is_clear).sum())
@@ -71,8 +71,8 @@ def _route_causes(
     def share(change: Callable[[np.ndarray], np.ndarray]) -> float:
         """Return the share of routes that are correct after ``change``."""
         same = []
-        for answered, wanted in zip(returned, expected, strict=True):
-            is_equal = np.sort(change(answered), -1) == np.sort(wanted, -1)
+        for actual, wanted in zip(returned, expected, strict=True):
+            is_equal = np.sort(change(actual), -1) == np.sort(wanted, -1)
             same.append(is_equal.all(-1).mean())
         return float(np.mean(same))
 
@@ -99,7 +99,7 @@ def check_given_routes(check_run: CheckRun) -> CheckResult:
         check_run.implementation.score_with_routes(ids, [r.numpy() for r in routes]),
         ids,
     )
-    answered = joined([scored.log_probs for scored in scores])
+    actual = joined([scored.log_probs for scored in scores])
 
     def expected(reference: ReferenceModel, given: bool, variant: FaultyVariant) -> Tensor:
         pieces = []
@@ -112,13 +112,13 @@ def check_given_routes(check_run: CheckRun) -> CheckResult:
     noise = (
         expected(check_run.rounded, True, EXACT) - expected(check_run.exact, True, EXACT)
     ).abs()
-    distance = gap(answered, wanted)
+    distance = gap(actual, wanted)
     limit = check_run.mean_limit(noise)
     summary = f"tokens differ by {distance:.1e} nats on average. Precision explains {limit:.1e}"
     if distance <= limit:
         return CheckResult("routes given", title, CheckOutcome.PASSED, summary)
     causes: tuple[DiagnosedFault, ...] = ()
     # The scores may be those of the router's own choice.
-    if gap(answered, expected(check_run.exact, False, check_run.explanation)) <= limit:
+    if gap(actual, expected(check_run.exact, False, check_run.explanation)) <= limit:
         causes = (DiagnosedFault("given routes are ignored"),)
     return CheckResult("routes given", title, CheckOutcome.FAILED, summary, causes)

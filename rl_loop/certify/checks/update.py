@@ -8,7 +8,7 @@ from torch import Tensor
 from rl_loop.certify import faults
 from rl_loop.certify.check_run import CheckRun, ReferenceName, gap, joined
 from rl_loop.certify.checks.titles import TITLES
-from rl_loop.certify.checks.verdict import explain_answers
+from rl_loop.certify.checks.verdict import judge_log_probs
 from rl_loop.certify.faults import ModelFault
 from rl_loop.certify.implementation import UnsupportedOperationError, checked_scores
 from rl_loop.certify.report import CheckOutcome, CheckResult, DiagnosedFault
@@ -37,7 +37,7 @@ def check_update(check_run: CheckRun) -> CheckResult:
 
     candidates = faults.update_faults(check_run.weights.config)
     noise = (evaluate(EXACT, "updated_rounded") - evaluate(EXACT)).abs()
-    result = explain_answers(
+    result = judge_log_probs(
         check_run, "update", title, updated, evaluate, candidates, noise, _sample(candidates)
     )
 

@@ -62,11 +62,11 @@ def judge_visibilities(
     return CheckResult(name, title, CheckOutcome.PASSED, summary, visibilities=visibilities)
 
 
-def explain_answers(
+def judge_log_probs(
     check_run: CheckRun,
     name: str,
     title: str,
-    answered: Tensor,
+    actual: Tensor,
     evaluate: Callable[[FaultyVariant], Tensor],
     candidates: Sequence[ModelFault],
     noise: Tensor,
@@ -79,7 +79,7 @@ def explain_answers(
         check_run: state of the check run.
         name: name of the check.
         title: title of the check.
-        answered: log-probs of the implementation.
+        actual: log-probs of the implementation.
         evaluate: function that returns the reference's log-probs with a variant.
         candidates: faults that may explain a deviation.
         noise: error per token of the implementation's precision.
@@ -87,22 +87,20 @@ def explain_answers(
         top: number of tokens to inspect per fault.
     """
     # A fault of the code remains after an update. A fault of the weights may be gone.
-    start = min(
-        (EXACT, check_run.explanation), key=lambda variant: gap(answered, evaluate(variant))
-    )
+    start = min((EXACT, check_run.explanation), key=lambda variant: gap(actual, evaluate(variant)))
     expected = evaluate(start)
 
     def with_fault(fault: ModelFault) -> Tensor:
         return evaluate(combined(start, fault.variant))
 
-    visibilities = check_run.measure_visibility(shown, with_fault, answered, expected, noise, top)
+    visibilities = check_run.measure_visibility(shown, with_fault, actual, expected, noise, top)
     result = judge_visibilities(name, title, visibilities)
     # The visibilities cover only tokens that known faults move. The mean covers all tokens.
-    is_close = gap(answered, expected) <= check_run.mean_limit(noise)
+    is_close = gap(actual, expected) <= check_run.mean_limit(noise)
     if result.status is not CheckOutcome.FAILED and is_close:
         return result
 
-    explanation = explain(answered, evaluate, candidates, check_run.mean_limit(noise) / 2, start)
+    explanation = explain(actual, evaluate, candidates, check_run.mean_limit(noise) / 2, start)
     return CheckResult(
         name,
         title,

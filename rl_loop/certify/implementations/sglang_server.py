@@ -78,8 +78,8 @@ class SglangImplementation(ModelImplementation):
             "return_routed_experts": self._returns_routes,
         }
         async with self._slots:
-            answer = await self._client.call("/generate", body)
-        meta = answer["meta_info"]
+            response = await self._client.call("/generate", body)
+        meta = response["meta_info"]
         log_probs = parse_log_probs(meta["input_token_logprobs"], sequence, self._url)
         return ScoredSequence(log_probs, self._routes(meta, len(sequence)))
 
@@ -110,8 +110,8 @@ class SglangImplementation(ModelImplementation):
 
     async def _entries(self, body: dict[str, Any], kind: str) -> list[Any]:
         """Return [log-prob, token id, text] of every token in a response."""
-        answer = await self._client.call("/generate", body)
-        entries: list[Any] = answer["meta_info"][kind]
+        response = await self._client.call("/generate", body)
+        entries: list[Any] = response["meta_info"][kind]
         return entries
 
     def tokenize(self, text: str) -> list[int]:

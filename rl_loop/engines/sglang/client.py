@@ -82,8 +82,8 @@ class SglangClient:
         method = "GET" if body is None else "POST"
         request = self._connection().request(method, where, json=body)
         try:
-            async with asyncio.timeout(seconds), request as answer:
-                text = await answer.text()
+            async with asyncio.timeout(seconds), request as response:
+                text = await response.text()
         except (aiohttp.ClientError, OSError) as error:  # TimeoutError is an OSError
             raise ServerError(f"{where}: {_reason(error)}") from error
 
@@ -95,9 +95,9 @@ class SglangClient:
 
         # Some endpoints reject a request with HTTP 200 and ``success: false`` in the body.
         refused = isinstance(content, dict) and content.get("success") is False
-        if answer.status >= 400 or refused:
+        if response.status >= 400 or refused:
             quoted = text[:SHOWN_CHARACTERS]
-            raise _error_class(answer.status)(f"{where}: HTTP {answer.status}: {quoted}")
+            raise _error_class(response.status)(f"{where}: HTTP {response.status}: {quoted}")
         return content
 
     async def generate(self, body: dict[str, Any]) -> AsyncGenerator[dict[str, Any]]:
@@ -109,11 +109,13 @@ class SglangClient:
         """
         where = f"{self.url}/generate"
         try:
-            async with self._connection().post(where, json=body) as answer:
-                if answer.status != 200:
-                    quoted = (await answer.text())[:SHOWN_CHARACTERS]
-                    raise _error_class(answer.status)(f"{where}: HTTP {answer.status}: {quoted}")
-                async with aclosing(_event_payloads(answer.content)) as payloads:
+            async with self._connection().post(where, json=body) as response:
+                if response.status != 200:
+                    quoted = (await response.text())[:SHOWN_CHARACTERS]
+                    raise _error_class(response.status)(
+                        f"{where}: HTTP {response.status}: {quoted}"
+                    )
+                async with aclosing(_event_payloads(response.content)) as payloads:
                     async for payload in payloads:
                         if payload == b"[DONE]":
                             return

@@ -311,5 +311,5 @@ async def score_on(
         # Log-probs from the first token on. This also disables the prefix cache.
         "logprob_start_len": 0,
     }
-    answer = await client.call("/generate", body)
-    return parse_log_probs(answer["meta_info"]["input_token_logprobs"], input_ids, client.url)
+    response = await client.call("/generate", body)
+    return parse_log_probs(response["meta_info"]["input_token_logprobs"], input_ids, client.url)

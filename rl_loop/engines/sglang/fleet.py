@@ -337,9 +337,9 @@ class SglangFleet:
                 self.sync(self._current.source, self._current.version)
                 synced = self.servers.synced()
 
-            answers = self.servers.at_all(tuple(status.url for status in synced.values()), score)
-            failures = [answer for answer in answers if isinstance(answer, ServerError)]
-            scores = [answer for answer in answers if not isinstance(answer, ServerError)]
+            results = self.servers.at_all(tuple(status.url for status in synced.values()), score)
+            failures = [result for result in results if isinstance(result, ServerError)]
+            scores = [result for result in results if not isinstance(result, ServerError)]
             if scores and not failures:
                 # Any server's scores, because all servers hold the same weights.
                 self._canary = Canary(token_ids, scores[0])

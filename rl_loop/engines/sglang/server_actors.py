@@ -39,16 +39,16 @@ ANSWER_SECONDS = 60.0
 
 async def statuses(actors: list[Any]) -> list[ServerStatus]:
     """Return the status of all servers. A server whose actor is restarting counts as dead."""
-    answers = await asyncio.gather(
+    results = await asyncio.gather(
         *(actor.status.remote() for actor in actors), return_exceptions=True
     )
 
     known = []
-    for answer in answers:
-        if isinstance(answer, ServerStatus):
-            known.append(answer)
+    for result in results:
+        if isinstance(result, ServerStatus):
+            known.append(result)
         else:
-            known.append(ServerStatus("", ServerState.DEAD, fault=describe(answer)))
+            known.append(ServerStatus("", ServerState.DEAD, fault=describe(result)))
     return known
 
 

@@ -192,13 +192,13 @@ class SglangServers:
         )
 
     async def checksums(self) -> list[list[RankChecksums]]:
-        answers = await self.call("/weights_checker", {"action": "checksum"})
+        responses = await self.call("/weights_checker", {"action": "checksum"})
         return [
             [
                 RankChecksums(rank["parallelism_info"]["tp_rank"], rank["checksums"])
-                for rank in answer["ranks"]
+                for rank in response["ranks"]
             ]
-            for answer in answers
+            for response in responses
         ]
 
     async def publish(self, version: int) -> None:
@@ -221,8 +221,8 @@ class SglangServers:
         async with asyncio.TaskGroup() as tasks:
             # If one server fails, the others are not waited for, because the whole sync is
             # repeated.
-            answers = self._ask_all(tasks, path, [body] * len(self._clients))
-        return [answer.result() for answer in answers]
+            responses = self._ask_all(tasks, path, [body] * len(self._clients))
+        return [response.result() for response in responses]
 
     async def _call_while[T](
         self, path: str, bodies: Sequence[dict[str, Any]], work: Callable[[], T]

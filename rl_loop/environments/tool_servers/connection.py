@@ -32,8 +32,8 @@ class ServerTool:
 
 
 @dataclass(frozen=True)
-class ToolResult:
-    """Output of a server's tool: ``CallToolResult`` of MCP."""
+class McpResult:
+    """Text and status of a ``CallToolResult`` of MCP."""
 
     text: str
     is_error: bool = False
@@ -97,7 +97,7 @@ class ServerConnection:
             await self.close()
             raise self._failure(f"was not ready within {seconds:g} s")
 
-    async def call(self, tool: str, arguments: dict[str, Any]) -> ToolResult:
+    async def call(self, tool: str, arguments: dict[str, Any]) -> McpResult:
         """Call a tool.
 
         Args:
@@ -126,7 +126,7 @@ class ServerConnection:
                 return self._read_result(tool, asking)
             if self._holding.done():
                 raise self._lost(f"broke down in a call of {tool}: {self._reason()}")
-            return ToolResult(f"{tool} did not answer within {seconds:g} s", is_error=True)
+            return McpResult(f"{tool} did not answer within {seconds:g} s", is_error=True)
         finally:
             await _end(asking)
 
@@ -182,7 +182,7 @@ class ServerConnection:
 
     # ---- results and failures
 
-    def _read_result(self, tool: str, asking: "asyncio.Future[Any]") -> ToolResult:
+    def _read_result(self, tool: str, asking: "asyncio.Future[Any]") -> McpResult:
         """Return the result of a finished call. Raises InfrastructureError."""
         from mcp import MCPError
         from mcp.types import CONNECTION_CLOSED, INVALID_PARAMS, REQUEST_TIMEOUT
@@ -195,10 +195,10 @@ class ServerConnection:
             result = asking.result()
             rendered = render_blocks([block.model_dump() for block in result.content])
             text = truncate_text(rendered, self.config.max_output_bytes)
-            return ToolResult(text, is_error=bool(result.is_error))
+            return McpResult(text, is_error=bool(result.is_error))
         # The server works and rejects the arguments, which the policy wrote.
         if isinstance(error, MCPError) and error.code in (INVALID_PARAMS, REQUEST_TIMEOUT):
-            return ToolResult(f"{tool}: {error.message}", is_error=True)
+            return McpResult(f"{tool}: {error.message}", is_error=True)
         # With an error response the connection still exists. All other errors mean that it is lost.
         if not isinstance(error, MCPError) or error.code == CONNECTION_CLOSED:
             self._client = None

@@ -13,9 +13,9 @@ from pydantic import TypeAdapter
 from rl_loop.chat.tools import Tool
 from rl_loop.environments.tool_servers.config import ToolServerConfig
 from rl_loop.environments.tool_servers.connection import (
+    McpResult,
     ServerConnection,
     ServerTool,
-    ToolResult,
 )
 
 Servers = Mapping[str, ToolServerConfig]
@@ -100,7 +100,7 @@ class ToolBox:
         """Return True if a tool's server belongs to this episode only."""
         return not self._tools[name].connection.config.shared
 
-    async def call(self, name: str, arguments: dict[str, Any]) -> ToolResult:
+    async def call(self, name: str, arguments: dict[str, Any]) -> McpResult:
         """Call a tool, offered or not, by its name in the prompt.
 
         Raises:

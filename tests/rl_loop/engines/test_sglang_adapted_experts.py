@@ -50,7 +50,7 @@ def weights(seed: int = 0) -> dict[str, torch.Tensor]:
 
 
 def test_trainer_and_server_name_adapters_equally() -> None:
-    assert expert_storage.ADAPTER_SOURCES == EXPERT_ADAPTERS
+    assert expert_storage.ADAPTER_SYNC_NAMES == EXPERT_ADAPTERS
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -87,11 +87,11 @@ def test_adapters_of_all_ranks_make_the_whole() -> None:
         for _ in synced.load_experts(sent.items()):
             pass
         experts = synced.experts[0]
-        for name in expert_storage.ADAPTER_SOURCES:
+        for name in expert_storage.ADAPTER_SYNC_NAMES:
             # Kernels read all of the memory, whose rest must be zero.
             storage = experts.storage[name]
             assert storage.count_nonzero() == experts.read(name)[0].count_nonzero()
-        parts.append({name: experts.read(name)[0] for name in expert_storage.ADAPTER_SOURCES})
+        parts.append({name: experts.read(name)[0] for name in expert_storage.ADAPTER_SYNC_NAMES})
 
     first, second = parts
     for name, dimension in {"w13_lora_b": 1, "w2_lora_a": 2}.items():

@@ -189,7 +189,7 @@ def test_plugin_loads_the_experts_that_sglang_loads() -> None:
 
 
 def test_trainer_and_server_name_experts_equally() -> None:
-    assert expert_storage.SOURCES == MXFP4_EXPERT_PARAMETERS
+    assert expert_storage.HF_NAMES == MXFP4_EXPERT_PARAMETERS
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -201,17 +201,17 @@ def test_expert_shards_of_all_ranks_make_the_whole(ranks: int) -> None:
         for _ in synced.load_experts(weights.items()):
             pass
         experts = synced.experts[0]
-        read = {name: experts.read(name) for name in expert_storage.SOURCES}
+        read = {name: experts.read(name) for name in expert_storage.HF_NAMES}
         assert all(wrong == 0 for _, wrong in read.values())
         parts.append({name: tensor for name, (tensor, _) in read.items()})
 
     prefix = "model.layers.0.mlp.experts."
     for name, dimension in {"w13_weight": 1, "w2_weight": 2}.items():
-        source = expert_storage.SOURCES[name]
+        source = expert_storage.HF_NAMES[name]
         whole = torch.cat([part[name] for part in parts], dimension)
         assert torch.equal(whole, weights[prefix + source].flatten(-2))
         whole = torch.cat([part[f"{name}_scale"] for part in parts], dimension)
-        assert torch.equal(whole, weights[prefix + expert_storage.SOURCES[f"{name}_scale"]])
+        assert torch.equal(whole, weights[prefix + expert_storage.HF_NAMES[f"{name}_scale"]])
     biases = torch.cat([part["w13_weight_bias"] for part in parts], 1)
     assert torch.equal(biases, weights[f"{prefix}gate_up_proj_bias"].float())
     # The outputs of the ranks are summed, so the biases are, too.
@@ -331,7 +331,7 @@ def test_swapped_scale_is_named_and_the_server_does_not_serve(
     run_with_server(1, work)
 
 
-@pytest.mark.parametrize("name", list(expert_storage.SOURCES))
+@pytest.mark.parametrize("name", list(expert_storage.HF_NAMES))
 def test_wrong_byte_of_padding_is_named(name: str) -> None:
     weights = mxfp4_weights(1)
 
@@ -352,7 +352,7 @@ def test_wrong_byte_of_padding_is_named(name: str) -> None:
             padded[0, -1, -1] = 1
             layout.swizzle_values(padded, tensor)
         plan = plan_for(server.url, ranks=2, transport="none")
-        source = expert_storage.SOURCES[name]
+        source = expert_storage.HF_NAMES[name]
         with pytest.raises(WeightMismatchError, match=rf"{source} \(wrong padding: 1 elements\)"):
             await send_weights(weights.items(), MODEL, plan)
 

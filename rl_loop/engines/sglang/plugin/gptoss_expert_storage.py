@@ -19,7 +19,7 @@ MAX_SCALE = 128
 ``gptoss_expert_values`` would turn larger bytes into infinities. This byte allows values up to 12,
 far above real weights.
 """
-SOURCES = {
+HF_NAMES = {
     "w13_weight": "gate_up_proj_blocks",
     "w13_weight_scale": "gate_up_proj_scales",
     "w13_weight_bias": "gate_up_proj_bias",
@@ -32,13 +32,13 @@ SOURCES = {
 The trainer's side has an equal table (``server_layout``), which this process cannot import.
 """
 
-ADAPTER_SOURCES = {
+ADAPTER_SYNC_NAMES = {
     "w13_lora_a": "gate_up_proj.lora_A",
     "w13_lora_b": "gate_up_proj.lora_B",
     "w2_lora_a": "down_proj.lora_A",
     "w2_lora_b": "down_proj.lora_B",
 }
-"""Name in a sync by name of an unmerged adapter's factor, for servers that have adapters.
+"""Name in a sync of each factor of unmerged adapters, for servers that have adapters.
 
 A is [experts, rank, inputs] and B is [experts, outputs, rank], with the rows of the matrix.
 """
@@ -119,7 +119,7 @@ class LayerExperts:
     """Memory by SGLang's name.
 
     Values and scales: contiguous uint8 [experts, *storage shape]. Biases: fp32. With adapters:
-    ``ADAPTER_SOURCES``, bf16 with rows, columns and ranks padded by zeros.
+    ``ADAPTER_SYNC_NAMES``, bf16 with rows, columns and ranks padded by zeros.
     """
     shard: ExpertShard
     intermediate_size: int
@@ -133,7 +133,7 @@ class LayerExperts:
     @property
     def sources(self) -> dict[str, str]:
         """Name in a sync by name in ``storage``, after ``prefix``."""
-        return SOURCES if self.adapter_rank is None else SOURCES | ADAPTER_SOURCES
+        return HF_NAMES if self.adapter_rank is None else HF_NAMES | ADAPTER_SYNC_NAMES
 
     @property
     def count(self) -> int:
@@ -147,7 +147,7 @@ class LayerExperts:
             rows, inputs = self.hidden_size, self.intermediate_size
         if name.endswith("_bias"):
             return self.count, rows
-        if name in ADAPTER_SOURCES:
+        if name in ADAPTER_SYNC_NAMES:
             return self.count, *self._factor_shape(name, (rows, inputs))
         if name.endswith("_scale"):
             return self.count, rows, inputs // BLOCK
@@ -183,7 +183,7 @@ class LayerExperts:
         """
         source = self.sources[name]
         is_bias = name.endswith("_bias")
-        is_float = is_bias or name in ADAPTER_SOURCES
+        is_float = is_bias or name in ADAPTER_SYNC_NAMES
         fits = whole.dtype.is_floating_point if is_float else whole.dtype == torch.uint8
         if not fits or tuple(whole.shape) != self.whole_shape(name):
             expected = "floats" if is_float else "uint8"
@@ -199,7 +199,7 @@ class LayerExperts:
         if is_bias:
             storage.zero_()
             storage[:, : part.shape[1]].copy_(part)
-        elif name in ADAPTER_SOURCES:
+        elif name in ADAPTER_SYNC_NAMES:
             storage.zero_()
             storage[:, : part.shape[1], : part.shape[2]].copy_(part)
         elif name.endswith("_scale"):
@@ -225,7 +225,7 @@ class LayerExperts:
         if name.endswith("_bias"):
             return storage[:, :rows].contiguous(), int(storage[:, rows:].count_nonzero())
 
-        if name in ADAPTER_SOURCES:
+        if name in ADAPTER_SYNC_NAMES:
             rows, columns = self._factor_shape(name, (rows, inputs))
             part = storage[:, :rows, :columns].contiguous()
             # Bits, because a negative zero is stale, too.

@@ -137,12 +137,12 @@ def _install_checker() -> None:
 
     @wraps(original_checksum)
     def compute_checksum(self: Any) -> Any:
-        answer = original_checksum(self)
+        result = original_checksum(self)
         known = synced(self._get_model())
         if known is not None:
             with torch.no_grad():
-                answer["checksums"] |= known.checksums(weight_checker._hash_tensor)
-        return answer
+                result["checksums"] |= known.checksums(weight_checker._hash_tensor)
+        return result
 
     checker.handle = handle
     checker._compute_checksum = compute_checksum
@@ -168,22 +168,22 @@ def _install_answers_of_all_ranks() -> None:
 
     @wraps(original_check)
     def check_weights(self: Any, request: Any) -> Any:
-        answer = original_check(self, request)
+        result = original_check(self, request)
         if not _is_of_sync(request.action):
-            return answer
+            return result
 
         # SGLang returns only the first rank's result, also for endpoints that load weights. Errors
         # of other ranks would be lost.
         ranks = torch.distributed.get_world_size(group=self.tp_cpu_group)
         failures = [""] * ranks
-        own_failure = "" if answer.success else answer.message
+        own_failure = "" if result.success else result.message
         torch.distributed.all_gather_object(failures, own_failure, group=self.tp_cpu_group)
         for rank, failure in enumerate(failures):
             if failure:
-                answer.success = False
-                answer.message = f"tensor-parallel rank {rank} of {ranks}: {failure}"
+                result.success = False
+                result.message = f"tensor-parallel rank {rank} of {ranks}: {failure}"
                 break
-        return answer
+        return result
 
     manager.check_weights = check_weights
 
