@@ -125,10 +125,10 @@ class DistillationConfig(StrictModel):
     """Teachers of some sources: {name in ``tasks.sources``: directory}. null for a source that
     learns from rewards alone."""
     loss: AnyDistillationLoss = SampledTokenDistillation()
-    """Comparison with the teacher. sampled_token: log pi_teacher - log pi of the sampled token, with
-    the engine's log-prob as log pi, is added to its advantage. reverse_kl, forward_kl, jsd: the
-    divergence of the distributions at every sampled token is added to the loss. A plain NAME is
-    short for ``{type: NAME}``."""
+    """Comparison with the teacher. sampled_token: add log pi_teacher - log pi to the advantage of
+    each sampled token. log pi is the engine's log-prob. reverse_kl, forward_kl, jsd: add the
+    divergence of the distributions at each sampled token to the loss. A plain NAME is short for
+    ``{type: NAME}``."""
     coefficient: float = Field(1.0, gt=0)
     """Factor of the comparison. An advantage is added after whitening."""
 
