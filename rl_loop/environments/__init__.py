@@ -17,7 +17,13 @@ from rl_loop.environments.registry import (
     make_environment,
     make_offline_environment,
 )
-from rl_loop.environments.tool_calls import ToolError, UnknownToolError
+from rl_loop.environments.scripted_messages import final, function_call, think
+from rl_loop.environments.tool_calls import (
+    ToolError,
+    UnknownToolError,
+    parse_arguments,
+    parse_recipient,
+)
 
 __all__ = [
     "ENVIRONMENTS",
@@ -30,6 +36,11 @@ __all__ = [
     "ToolError",
     "UnknownToolError",
     "environment_class",
+    "final",
+    "function_call",
     "make_environment",
     "make_offline_environment",
+    "parse_arguments",
+    "parse_recipient",
+    "think",
 ]
