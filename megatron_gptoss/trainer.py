@@ -280,7 +280,7 @@ class PolicyTrainer(LogProbScorer):
             if batch.teacher_top_ids is None:
                 return torch.stack(label_log_probs(hidden, weight, batch, temperature, group))
             # Not once for each pair of token and label, because the teacher's ids may differ.
-            log_probs, entropy, of_teacher_ids = log_probs_with_candidates(
+            log_probs, entropy, teacher_token_log_probs = log_probs_with_candidates(
                 batch.at_labels(hidden),
                 weight,
                 batch.labels,
@@ -288,7 +288,7 @@ class PolicyTrainer(LogProbScorer):
                 temperature,
                 group,
             )
-            return torch.cat([torch.stack([log_probs, entropy]), of_teacher_ids.t()])
+            return torch.cat([torch.stack([log_probs, entropy]), teacher_token_log_probs.t()])
 
         return head
 

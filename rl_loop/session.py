@@ -271,7 +271,7 @@ class RunSession(ABC):
             task_cursor=self._task_cursor,
         )
         # Last on the stack, so that it runs first: the clean-up begins before any part is closed.
-        self._stack.callback(self.interrupt.leave)
+        self._stack.callback(self.interrupt.begin_clean_up)
 
     def _begin_checkpoint(self) -> None:
         self.progress.phase("checkpoint")
@@ -283,7 +283,7 @@ class RunSession(ABC):
     def finishing_steps(self) -> AbstractContextManager[None]:
         """Let the current step end before a request to stop takes effect."""
         note = "stopping after this step; press Ctrl-C again to stop at once"
-        return self.interrupt.waiting_for_steps(lambda: self.progress.note(note))
+        return self.interrupt.finishing_steps(lambda: self.progress.note(note))
 
     def saved_step_message(self) -> str:
         """Return a message with the saved step, for a run that was stopped within a step."""

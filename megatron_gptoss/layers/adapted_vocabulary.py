@@ -108,8 +108,8 @@ class AdaptedEmbedding(AdaptedVocabulary):
         """
         # Like Megatron's VocabParallelEmbedding: ids of other ranks read row 0, which is masked
         # below.
-        is_elsewhere = (input_ids < self._first_id) | (input_ids >= self._end_id)
-        local_ids = (input_ids - self._first_id).masked_fill(is_elsewhere, 0)
+        is_on_other_rank = (input_ids < self._first_id) | (input_ids >= self._end_id)
+        local_ids = (input_ids - self._first_id).masked_fill(is_on_other_rank, 0)
         a, b = self.factors()
 
         # Merge only the rows of these tokens; the bits are those of the whole merged weight.
@@ -117,7 +117,7 @@ class AdaptedEmbedding(AdaptedVocabulary):
         # GPUs.
         ids = local_ids.flatten()
         rows = merged_weight(self.read_base()[ids], a, b[ids], self.scale)
-        rows = rows.unflatten(0, input_ids.shape).masked_fill(is_elsewhere[..., None], 0.0)
+        rows = rows.unflatten(0, input_ids.shape).masked_fill(is_on_other_rank[..., None], 0.0)
 
         # Exactly one rank has the row and the others have 0, so the sum is exact.
         if self._scatters:

@@ -26,6 +26,7 @@ from rl_loop.algorithms.policy_loss import (
     bounded_expm1,
     kl_estimate,
     value_loss,
+    zero_outside,
 )
 from rl_loop.algorithms.registry import POLICY_LOSSES
 from rl_loop.algorithms.sequences import SequenceIndex, sample_weights
@@ -68,16 +69,16 @@ def distillation_objective(loss_tokens: int) -> LossFunction:
         log_probs: torch.Tensor,
         entropy: torch.Tensor,
         batch: PackedBatch,
-        of_teacher_ids: torch.Tensor,
+        teacher_token_log_probs: torch.Tensor,
     ) -> LossOutput:
         in_loss = batch.loss_mask
         teacher = batch.column("teacher_top_log_probs")
-        total = masked_divergence(forward_kl, of_teacher_ids, teacher, in_loss).sum()
+        total = masked_divergence(forward_kl, teacher_token_log_probs, teacher, in_loss).sum()
         sums = {
             "loss": total,
             "tokens": in_loss.sum(),
-            "distillation/teacher_mass": _only(in_loss, teacher.exp().sum(-1)).sum(),
-            "distillation/cross_entropy": -_only(in_loss, log_probs.detach()).sum(),
+            "distillation/teacher_mass": zero_outside(in_loss, teacher.exp().sum(-1)).sum(),
+            "distillation/cross_entropy": -zero_outside(in_loss, log_probs.detach()).sum(),
         }
         return LossOutput(total / loss_tokens, sums)
 
@@ -115,7 +116,7 @@ def policy_objective(
         log_probs: torch.Tensor,
         entropy: torch.Tensor,
         batch: PackedBatch,
-        of_teacher_ids: torch.Tensor | None = None,
+        teacher_token_log_probs: torch.Tensor | None = None,
     ) -> LossOutput:
         masks = token_masks(batch, config.max_staleness)
         sequences = _sequences(batch, len(loss_tokens), group)
@@ -124,46 +125,48 @@ def policy_objective(
 
         trainer_log_probs = _trainer_log_probs(config, log_probs, batch)
         correction = _correct(config, log_probs, trainer_log_probs, batch, masks, sequences)
-        learns = masks.recent & correction.keeps
+        trained = masks.recent & correction.keeps
 
         # Left-out tokens enter every term as zeros, so that their NaN does not reach a gradient.
-        policy = _policy_loss(config, log_probs, batch, learns, sequences)
-        terms = correction.weights * policy.loss - config.entropy_bonus * _only(learns, entropy)
+        policy = _policy_loss(config, log_probs, batch, trained, sequences)
+        terms = correction.weights * policy.loss - config.entropy_bonus * zero_outside(
+            trained, entropy
+        )
         if config.kl and config.kl.apply_to == "loss" and batch.reference_log_probs is not None:
-            reference = _only(learns, batch.reference_log_probs)
-            kl = kl_estimate(_only(learns, log_probs), reference, config.kl.estimator)
+            reference = zero_outside(trained, batch.reference_log_probs)
+            kl = kl_estimate(zero_outside(trained, log_probs), reference, config.kl.estimator)
             terms = terms + config.kl.coefficient * kl
         distillation: dict[str, torch.Tensor] = {}
         if config.distillation is not None and config.divergence is not None:
-            assert of_teacher_ids is not None
+            assert teacher_token_log_probs is not None
             # Spliced tokens have no divergence, as they have no advantage of the teacher.
             compared = masks.comparable
             if batch.has_teacher is not None:
                 compared = compared & batch.has_teacher
             distance, distillation = teacher_divergence(
                 config.divergence,
-                of_teacher_ids,
+                teacher_token_log_probs,
                 batch.column("teacher_top_log_probs"),
-                compared & learns,
+                compared & trained,
                 compared,
             )
             terms = terms + config.distillation.coefficient * distance
-        # The weights do not depend on ``learns``, because the denominators are fixed before
+        # The weights do not depend on ``trained``, because the denominators are fixed before
         # correction drops tokens.
-        total = _only(learns, terms * weight).sum()
+        total = zero_outside(trained, terms * weight).sum()
 
         # Metrics cover all sampled tokens, including those that are left out.
         rollout_log_probs = batch.column("rollout_log_probs")
         sums, maxima = mismatch_sums(
             trainer_log_probs, rollout_log_probs, masks.comparable, sequences
         )
-        sums |= _policy_sums(config, log_probs, entropy, batch, masks, policy, learns)
+        sums |= _policy_sums(config, log_probs, entropy, batch, masks, policy, trained)
         sums |= _correction_sums(config, correction, trainer_log_probs, batch, masks)
         sums |= distillation
         if config.max_staleness > 0:
             sums |= _sums_by_staleness(trainer_log_probs, policy.ratio, batch, masks)
         sums["loss"] = total
-        maxima["ratio/deviation_max"] = _only(learns, (policy.ratio - 1).abs()).max()
+        maxima["ratio/deviation_max"] = zero_outside(trained, (policy.ratio - 1).abs()).max()
         token_values = {"trainer_log_probs": trainer_log_probs, "entropy": entropy.detach()}
         return LossOutput(total, sums, maxima, token_values)
 
@@ -240,7 +243,7 @@ def _policy_loss(
     config: AlgorithmConfig,
     log_probs: torch.Tensor,
     batch: PackedBatch,
-    learns: torch.Tensor,
+    trained: torch.Tensor,
     sequences: SequenceIndex,
 ) -> PolicyLoss:
     """Call the configured loss.
@@ -253,13 +256,13 @@ def _policy_loss(
     # Masking the result is not enough, because 0 x NaN is NaN in a backward pass.
     old_log_probs = None
     if batch.old_log_probs is not None:
-        old_log_probs = _only(learns, batch.old_log_probs)
+        old_log_probs = zero_outside(trained, batch.old_log_probs)
 
     inputs = LossInputs(
-        log_probs=_only(learns, log_probs),
+        log_probs=zero_outside(trained, log_probs),
         old_log_probs=old_log_probs,
-        advantages=_only(learns, batch.column("advantages")),
-        mask=learns,
+        advantages=zero_outside(trained, batch.column("advantages")),
+        mask=trained,
         sequences=sequences,
         columns=batch.columns,
     )
@@ -301,7 +304,7 @@ def _policy_sums(
     batch: PackedBatch,
     masks: TokenMasks,
     policy: PolicyLoss,
-    learns: torch.Tensor,
+    trained: torch.Tensor,
 ) -> dict[str, torch.Tensor]:
     """Return the sums of the policy's metrics."""
     sampled = masks.sampled
@@ -309,14 +312,14 @@ def _policy_sums(
     sums = {
         "tokens": sampled.sum(),
         "comparable": masks.comparable.sum(),
-        "entropy": _only(sampled, entropy).sum(),
-        "clip_fraction": (policy.clipped & learns).sum(),
-        "ratio/mean": _only(sampled, policy.ratio).sum(),
+        "entropy": zero_outside(sampled, entropy).sum(),
+        "clip_fraction": (policy.clipped & trained).sum(),
+        "ratio/mean": zero_outside(sampled, policy.ratio).sum(),
     } | policy.sums
     if batch.reference_log_probs is not None:
         estimator = config.kl.estimator if config.kl else "k3"
         kl = kl_estimate(log_probs.detach(), batch.reference_log_probs, estimator)
-        sums["kl_reference"] = _only(sampled, kl).sum()
+        sums["kl_reference"] = zero_outside(sampled, kl).sum()
     return sums
 
 
@@ -331,7 +334,7 @@ def _correction_sums(
     # Computed again, because the weights of the correction may be capped, or of whole sequences.
     rho = bounded_exp(trainer_log_probs - batch.column("rollout_log_probs"))
     sums = {
-        "correction/weight": _only(masks.recent, correction.weights).sum(),
+        "correction/weight": zero_outside(masks.recent, correction.weights).sum(),
         "correction/capped_fraction": (masks.comparable & (rho > config.correction.cap)).sum(),
         "correction/dropped_fraction/too_old": (masks.too_old & masks.sampled).sum(),
     }
@@ -363,10 +366,10 @@ def _sums_by_staleness(
         mask = masks.comparable & mask
         sums |= {
             f"{staleness}/tokens": mask.sum(),
-            f"{staleness}/kl_k3": _only(mask, bounded_expm1(log_rho) - log_rho).sum(),
-            f"{staleness}/weight": _only(mask, rho).sum(),
-            f"{staleness}/weight_square": _only(mask, rho.square()).sum(),
-            f"{staleness}/ratio": _only(mask, ratio).sum(),
+            f"{staleness}/kl_k3": zero_outside(mask, bounded_expm1(log_rho) - log_rho).sum(),
+            f"{staleness}/weight": zero_outside(mask, rho).sum(),
+            f"{staleness}/weight_square": zero_outside(mask, rho.square()).sum(),
+            f"{staleness}/ratio": zero_outside(mask, ratio).sum(),
         }
     return sums
 
@@ -400,26 +403,26 @@ def value_objective(
         weight = sequences.to_tokens(sample_weight.to(values.device))
 
         # Without old log-probs the trainer's log-probs are unknown. The configuration refuses this.
-        learns = masks.recent
+        trained = masks.recent
         if config.correction.rejects and batch.old_log_probs is not None:
-            learns = learns & _correction_before_update(config, batch, masks, sequences).keeps
+            trained = trained & _correction_before_update(config, batch, masks, sequences).keeps
 
-        old_values = _only(learns, batch_values)
-        returns = _only(learns, batch_returns)
+        old_values = zero_outside(trained, batch_values)
+        returns = zero_outside(trained, batch_returns)
         token_losses, clipped = value_loss(
-            _only(learns, values), old_values, returns, clip=value_clip
+            zero_outside(trained, values), old_values, returns, clip=value_clip
         )
-        total = _only(learns, token_losses * weight).sum()
+        total = zero_outside(trained, token_losses * weight).sum()
 
         # Sums instead of means, so that ranks and micro-batches can be added.
         error = (batch_returns - values.detach()).square()
         sums = {
-            "error": _only(masks.sampled, error).sum(),
-            "returns": _only(masks.sampled, batch_returns).sum(),
-            "returns_square": _only(masks.sampled, batch_returns.square()).sum(),
+            "error": zero_outside(masks.sampled, error).sum(),
+            "returns": zero_outside(masks.sampled, batch_returns).sum(),
+            "returns_square": zero_outside(masks.sampled, batch_returns.square()).sum(),
             "loss": total,
             "tokens": masks.sampled.sum(),
-            "clipped": (clipped & learns).sum(),
+            "clipped": (clipped & trained).sum(),
         }
         return LossOutput(total, sums)
 
@@ -441,11 +444,6 @@ def _correction_before_update(
 
 
 # ---- both
-
-
-def _only(mask: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    """Return ``values`` [tokens], with 0 and no gradient outside ``mask``."""
-    return torch.where(mask, values, 0.0)
 
 
 def _sequences(batch: PackedBatch, count: int, group: dist.ProcessGroup | None) -> SequenceIndex:

@@ -82,6 +82,12 @@ class PolicyLoss:
     loss has the same names in every micro-batch."""
 
 
+def zero_outside(mask: Tensor, values: Tensor) -> Tensor:
+    """Return ``values`` [tokens], with 0 and no gradient outside ``mask``."""
+    # Selected, not multiplied, because 0 times an infinite log-prob is NaN.
+    return torch.where(mask, values, 0.0)
+
+
 def bounded_exp(log_ratio: Tensor) -> Tensor:
     """Exponentiate a float [...] without overflow, to e^-20 at least and e^20 at most.
 

@@ -10,7 +10,7 @@ import torch
 
 from megatron_gptoss.packing import PackedBatch
 from megatron_gptoss.step_results import LossFunction, LossOutput
-from rl_loop.algorithms.policy_loss import LossInputs, cispo_loss, ppo_loss
+from rl_loop.algorithms.policy_loss import LossInputs, cispo_loss, ppo_loss, zero_outside
 from rl_loop.algorithms.sequences import SequenceIndex
 
 SummedLossName = Literal["cross_entropy", "importance_sampling", "ppo", "cispo", "dro"]
@@ -69,17 +69,17 @@ def _token_losses(choice: SummedLoss, log_probs: torch.Tensor, batch: PackedBatc
     is_label = batch.sample_ids >= 0
     if choice.name == "cross_entropy":
         weights = batch.column("loss_weights").to(log_probs.dtype)
-        return -weights * _only(is_label & (weights != 0), log_probs)
+        return -weights * zero_outside(is_label & (weights != 0), log_probs)
 
     advantages = batch.column("advantages").to(log_probs.dtype)
     old_log_probs = batch.column("rollout_log_probs").to(log_probs.dtype)
     # The penalty of dro does not depend on the advantage.
-    learns = is_label if choice.name == "dro" else is_label & (advantages != 0)
+    trained = is_label if choice.name == "dro" else is_label & (advantages != 0)
     inputs = LossInputs(
-        log_probs=_only(learns, log_probs),
-        old_log_probs=_only(learns, old_log_probs),
-        advantages=_only(learns, advantages),
-        mask=learns,
+        log_probs=zero_outside(trained, log_probs),
+        old_log_probs=zero_outside(trained, old_log_probs),
+        advantages=zero_outside(trained, advantages),
+        mask=trained,
         sequences=SequenceIndex(batch.sample_ids, count=0),
         columns=batch.columns,
     )
@@ -93,9 +93,3 @@ def _token_losses(choice: SummedLoss, log_probs: torch.Tensor, batch: PackedBatc
     low, high = 1 - choice.clip_low, choice.clip_high - 1
     clipped = ppo_loss if choice.name == "ppo" else cispo_loss
     return clipped(inputs, clip_low=low, clip_high=high).loss
-
-
-def _only(mask: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    """Return values [tokens], with 0 and no gradient where ``mask`` is False."""
-    # Selected, not multiplied, because 0 times an infinite log-prob is NaN.
-    return torch.where(mask, values, torch.zeros_like(values))

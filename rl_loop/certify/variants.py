@@ -63,9 +63,9 @@ class FaultyVariant:
     not_updated: str | None = None
     """Part of the tensor names that have the values from before an update; "" for all."""
     leaky_packing: bool = False
-    """Let sequences in one row attend to earlier sequences."""
+    """Let sequences in one packed row attend to earlier sequences."""
     running_positions: bool = False
-    """Continue positions over the sequences in one row."""
+    """Continue positions over the sequences in one packed row."""
 
 
 EXACT = FaultyVariant()

@@ -44,7 +44,9 @@ def to_samples(
     # Losses that average over episodes need to know the sequences of each one.
     counts = [len(trajectory.sequences) for trajectory in trajectories]
     group_counts = [len(group.sequences) for group in groups]
-    samples = replace(samples, episodes=_numbered(counts), groups=_numbered(group_counts))
+    samples = replace(
+        samples, episodes=_repeat_indices(counts), groups=_repeat_indices(group_counts)
+    )
     samples = replace(samples, teacher_views=_teacher_views(samples, sequences))
     if teacher_of_source is None:
         return samples
@@ -81,7 +83,7 @@ def _with_teachers(samples: TrainingSamples, teachers: np.ndarray) -> TrainingSa
     return samples.with_columns(has_teacher=np.repeat(teachers != NO_TEACHER, samples.lengths))
 
 
-def _numbered(counts: Sequence[int]) -> np.ndarray:
+def _repeat_indices(counts: Sequence[int]) -> np.ndarray:
     """Return int64 [sum of ``counts``]: 0 as often as the first count, then 1, ..."""
     return np.repeat(np.arange(len(counts), dtype=np.int64), counts)
 

@@ -119,8 +119,8 @@ def complete_turns(
         DataError: none of the conversations has a complete turn.
     """
     chats = held_out_chats(validation, codec, conversations)
-    if chats.unread:
-        logger.warning("%d turns are not evaluated, because they were cut off", chats.unread)
+    if chats.cut_off_turns:
+        logger.warning("%d turns are not evaluated, because they were cut off", chats.cut_off_turns)
     if not chats.turns:
         raise DataError("the held-out conversations have no complete turn of the assistant")
     return chats

@@ -96,8 +96,8 @@ class InterruptHandler:
         self._in_step = False
 
         # Monotonic times of the first request, and of the clean-up's beginning.
-        self._asked_at = 0.0
-        self._stopped_at: float | None = None
+        self._requested_at = 0.0
+        self._clean_up_began_at: float | None = None
 
         self._handlers: dict[int, Any] = {}
         # A SimpleQueue, because a signal handler may call its ``put`` while another ``put`` runs.
@@ -128,7 +128,7 @@ class InterruptHandler:
             self._handlers.setdefault(number, previous)
 
     @contextmanager
-    def waiting_for_steps(self, on_request: Callable[[], None]) -> Iterator[None]:
+    def finishing_steps(self, on_request: Callable[[], None]) -> Iterator[None]:
         """Finish the running step after a first request within the block.
 
         Args:
@@ -141,19 +141,19 @@ class InterruptHandler:
         finally:
             self._in_step = False
             if self.requested:
-                self.leave()
+                self.begin_clean_up()
 
-    def leave(self) -> None:
+    def begin_clean_up(self) -> None:
         """Begin the clean-up. Signals interrupt it only after CLEAN_UP_SECONDS."""
-        if self._stopped_at is None:
-            self._stopped_at = time.monotonic()
+        if self._clean_up_began_at is None:
+            self._clean_up_began_at = time.monotonic()
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         now = time.monotonic()
         first = not self.requested
         if first:
             self.requested = True
-            self._asked_at = now
+            self._requested_at = now
             # The launcher's request is no failure, so it has the status of Ctrl-C.
             reported = signal.SIGINT if number == signal.SIGUSR1 else number
             self.exit_status = 128 + reported
@@ -161,7 +161,7 @@ class InterruptHandler:
             self.abort_rollouts = True
 
         # The clean-up has begun, and a signal must not interrupt it.
-        if self._stopped_at is not None:
+        if self._clean_up_began_at is not None:
             self._end_if_stuck(number, now)
         # Nothing would be lost, so stop at once.
         elif not self._in_step:
@@ -171,19 +171,19 @@ class InterruptHandler:
             self._announcements.put(self._on_request)
         elif (
             number in (signal.SIGINT, signal.SIGTERM)
-            and now - self._asked_at > SAME_REQUEST_SECONDS
+            and now - self._requested_at > SAME_REQUEST_SECONDS
         ):
             # A second SIGHUP is not a request: the shell and the kernel both send one when a
             # terminal closes.
             self._stop(now)
 
     def _stop(self, now: float) -> None:
-        self._stopped_at = now
+        self._clean_up_began_at = now
         raise KeyboardInterrupt
 
     def _end_if_stuck(self, number: int, now: float) -> None:
-        assert self._stopped_at is not None
-        if number == signal.SIGINT and now - self._stopped_at > CLEAN_UP_SECONDS:
+        assert self._clean_up_began_at is not None
+        if number == signal.SIGINT and now - self._clean_up_began_at > CLEAN_UP_SECONDS:
             # Not print, because the interrupted code may hold the lock of the stream.
             os.write(2, b"gptoss: stopping took too long; ended without waiting for Ray\n")
             os._exit(self.exit_status)

@@ -43,7 +43,7 @@ class HeldOutChats:
     turns: list[ChatTurn]
     samples: TrainingSamples
     """Whole conversations. The turns are in the loss."""
-    unread: int
+    cut_off_turns: int
     """Turns that are left out, because they were cut off."""
 
     @property
@@ -81,7 +81,7 @@ def held_out_chats(
     turns: list[ChatTurn] = []
     used: list[dict[str, np.ndarray]] = []
     names: list[str] = []
-    unread = 0
+    cut_off_turns = 0
     for source, samples in validation.items():
         prefix = f"{source}: " if len(validation) > 1 else ""
         # Number of turns of each conversation so far. A conversation can have several samples.
@@ -95,7 +95,7 @@ def held_out_chats(
             for start, end in _runs(mask):
                 reference = _read_reference(token_ids, start, end, codec)
                 if reference is None:
-                    unread += 1
+                    cut_off_turns += 1
                     continue
 
                 numbers[name] += 1
@@ -105,7 +105,7 @@ def held_out_chats(
 
             used.append({"token_ids": ids, "loss_mask": mask})
             names.append(name)
-    return HeldOutChats(turns, TrainingSamples.join(used, names), unread)
+    return HeldOutChats(turns, TrainingSamples.join(used, names), cut_off_turns)
 
 
 def _task(name: str, prefix: str, token_ids: list[int], start: int, reference: TurnContent) -> Task:

@@ -10,7 +10,7 @@ from rl_loop.data.trajectory import TrajectoryGroup
 from rl_loop.tasks.evaluation_records import pass_rates, read_evaluation
 from rl_loop.tasks.task_file import TaskFileError
 
-LEAST_CHANCE = 0.05
+MIN_PROBABILITY = 0.05
 """Minimum probability of using a task. Without it, a step could search a solved file forever."""
 
 
@@ -58,15 +58,15 @@ class TaskSelection:
             step: number of the step, from 0.
         """
         with self._lock:
-            times = self._outside.get(task_id, 0)
+            streak = self._outside.get(task_id, 0)
             for ended in sorted(self._recent):
                 # A step may begin before later steps have ended, so their groups never count.
                 if ended < step - self._delay:
-                    times = _count(times, self._recent[ended].get(task_id, ()))
-        if times == 0:
+                    streak = _extend_streak(streak, self._recent[ended].get(task_id, ()))
+        if streak == 0:
             return False
-        chance = max(self._retry**times, LEAST_CHANCE)
-        return random.Random(f"{self._seed}/{position}").random() >= chance
+        probability = max(self._retry**streak, MIN_PROBABILITY)
+        return random.Random(f"{self._seed}/{position}").random() >= probability
 
     def add_groups(self, step: int, groups: Iterable[TrajectoryGroup]) -> None:
         """Add the pass rates of a step that has ended."""
@@ -98,10 +98,10 @@ class TaskSelection:
 
     def _merge(self, groups: Mapping[str, list[bool]]) -> None:
         for task_id, outside in groups.items():
-            times = _count(self._outside.pop(task_id, 0), outside)
+            streak = _extend_streak(self._outside.pop(task_id, 0), outside)
             # A checkpoint contains only the tasks that may be skipped.
-            if times > 0:
-                self._outside[task_id] = times
+            if streak > 0:
+                self._outside[task_id] = streak
 
 
 def pass_rate(group: TrajectoryGroup) -> float:
@@ -137,8 +137,8 @@ def evaluated_within(limits: PassRateConfig, source: str, row_ids: Sequence[str]
     return [rate is None or limits.minimum <= rate <= limits.maximum for rate in rates]
 
 
-def _count(times: int, outside: Iterable[bool]) -> int:
+def _extend_streak(streak: int, outside: Iterable[bool]) -> int:
     """Return the groups in a row that were outside, after further groups."""
     for is_outside in outside:
-        times = times + 1 if is_outside else 0
-    return times
+        streak = streak + 1 if is_outside else 0
+    return streak

@@ -149,7 +149,7 @@ class MlflowTracker:
 
         if is_resumed:
             # A resumed job must continue even if MLflow is not available.
-            self._try(
+            self._send(
                 "the new state of the run (RUNNING)",
                 lambda: self._client.update_run(self._id, status="RUNNING"),
             )
@@ -162,15 +162,15 @@ class MlflowTracker:
         experiment_id = (
             experiment.experiment_id if experiment else self._client.create_experiment(name)
         )
-        identity: str = self._client.create_run(experiment_id, run_name=run_name).info.run_id
+        run_id: str = self._client.create_run(experiment_id, run_name=run_name).info.run_id
 
         parameters = [Param(key, str(value)) for key, value in _leaves(yaml.safe_load(config_yaml))]
         for first in range(0, len(parameters), MAX_PARAMETERS):
-            self._client.log_batch(identity, params=parameters[first : first + MAX_PARAMETERS])
-        self._client.log_text(identity, config_yaml, "config.yaml")
+            self._client.log_batch(run_id, params=parameters[first : first + MAX_PARAMETERS])
+        self._client.log_text(run_id, config_yaml, "config.yaml")
         # Last, so that a resume does not continue a run of which only a part was created.
-        run.mlflow_run.write_text(identity)
-        return identity
+        run.mlflow_run.write_text(run_id)
+        return run_id
 
     def log_step(self, step: int, values: dict[str, float]) -> None:
         from mlflow.entities import Metric
@@ -178,7 +178,7 @@ class MlflowTracker:
         # MLflow's unit is the millisecond.
         now = int(time.time() * 1000)
         metrics = [Metric(name, value, now, step) for name, value in values.items()]
-        self._try(
+        self._send(
             f"metrics of step {step}", lambda: self._client.log_batch(self._id, metrics=metrics)
         )
 
@@ -186,12 +186,12 @@ class MlflowTracker:
         rows = [list(asdict(sample).values()) for sample in samples]
         table = {"columns": SAMPLE_COLUMNS, "data": rows}
         file = f"samples/step_{step:06}.json"
-        self._try(f"samples of step {step}", lambda: self._client.log_dict(self._id, table, file))
+        self._send(f"samples of step {step}", lambda: self._client.log_dict(self._id, table, file))
 
     def close(self) -> None:
-        self._try("the end of the run", lambda: self._client.set_terminated(self._id))
+        self._send("the end of the run", lambda: self._client.set_terminated(self._id))
 
-    def _try(self, what: str, send: Callable[[], object]) -> None:
+    def _send(self, what: str, send: Callable[[], object]) -> None:
         """Send data. Log a failure, and stop sending after MAX_FAILURES consecutive failures."""
         if self._failures == MAX_FAILURES:
             return

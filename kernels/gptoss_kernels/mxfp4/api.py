@@ -80,7 +80,7 @@ def quantize(x: Tensor, scale_hint: Tensor | None = None) -> tuple[Tensor, Tenso
         keep their sign.
 
     Raises:
-        ValueError: an argument has a wrong dtype, shape or device, or x holds NaN or Inf. The
+        ValueError: an argument has a wrong dtype, shape or device, or x contains NaN or Inf. The
             message names the argument. On a GPU the values are checked only with
             GPTOSS_KERNELS_DEBUG=1, because the check waits for the stream.
 
@@ -126,7 +126,7 @@ def fake_quantize(matrices: Sequence[Tensor], out: Tensor) -> Tensor:
         ``out``.
 
     Raises:
-        ValueError: an argument has a wrong dtype, shape or device, or a matrix holds NaN or Inf
+        ValueError: an argument has a wrong dtype, shape or device, or a matrix contains NaN or Inf
             (on a GPU only with GPTOSS_KERNELS_DEBUG=1). The message names the argument.
 
     Example:

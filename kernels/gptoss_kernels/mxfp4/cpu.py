@@ -109,7 +109,7 @@ def quantize(x: Tensor, scale_hint: Tensor | None, blocks: Tensor, scales: Tenso
         scales: [..., n] uint8. Receives the scales.
 
     Raises:
-        ValueError: x holds NaN or Inf.
+        ValueError: x contains NaN or Inf.
     """
     # C stops at the first block that is not finite and returns its index, else -1.
     bad_block = _library().mxfp4_quantize(
@@ -118,7 +118,7 @@ def quantize(x: Tensor, scale_hint: Tensor | None, blocks: Tensor, scales: Tenso
     if bad_block >= 0:
         first = bad_block * 32
         raise ValueError(
-            f"x holds NaN or Inf in block {bad_block} "
+            f"x contains NaN or Inf in block {bad_block} "
             f"(values {first} to {first + 31} in memory order)"
         )
 

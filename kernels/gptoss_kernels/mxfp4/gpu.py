@@ -228,11 +228,11 @@ def quantize(x: Tensor, scale_hint: Tensor | None, blocks: Tensor, scales: Tenso
         scales: [..., n] uint8. Receives the scales.
 
     Raises:
-        ValueError: x holds NaN or Inf. Checked only with GPTOSS_KERNELS_DEBUG=1.
+        ValueError: x contains NaN or Inf. Checked only with GPTOSS_KERNELS_DEBUG=1.
     """
     debug = os.environ.get("GPTOSS_KERNELS_DEBUG") == "1"
     if debug and not bool(torch.isfinite(x).all()):
-        raise ValueError("x holds NaN or Inf")
+        raise ValueError("x contains NaN or Inf")
 
     count = scales.numel()
     if count == 0:
@@ -255,12 +255,12 @@ def fake_quantize(matrices: Sequence[Tensor], out: Tensor) -> None:
         out: [n, ..., m * 32] bf16. Receives the result.
 
     Raises:
-        ValueError: a matrix holds NaN or Inf. Checked only with GPTOSS_KERNELS_DEBUG=1.
+        ValueError: a matrix contains NaN or Inf. Checked only with GPTOSS_KERNELS_DEBUG=1.
     """
     if os.environ.get("GPTOSS_KERNELS_DEBUG") == "1":
         for i, matrix in enumerate(matrices):
             if not bool(torch.isfinite(matrix).all()):
-                raise ValueError(f"matrices[{i}] holds NaN or Inf")
+                raise ValueError(f"matrices[{i}] contains NaN or Inf")
 
     with torch.cuda.device(out.device):
         launch_fake_quantize(matrices, out)

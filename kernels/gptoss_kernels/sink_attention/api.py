@@ -51,7 +51,7 @@ def sink_attention(
         included**, fp32 (fp64 for fp64 inputs), not differentiable.
 
     Raises:
-        ValueError: an argument is wrong, or with GPTOSS_KERNELS_DEBUG=1 an input holds NaN or Inf.
+        ValueError: an argument is wrong, or with GPTOSS_KERNELS_DEBUG=1 an input contains NaN or Inf.
             Raised before any launch. The message names the argument.
 
     Example:

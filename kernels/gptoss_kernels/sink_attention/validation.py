@@ -113,7 +113,7 @@ def check_finite(**tensors: Tensor) -> None:
         tensors: tensors of any shape [...] by their name in messages.
 
     Raises:
-        ValueError: a tensor holds NaN or Inf. The message names the first such tensor.
+        ValueError: a tensor contains NaN or Inf. The message names the first such tensor.
     """
     # The first index helps to find the sequence or head that diverged.
     for name, x in tensors.items():

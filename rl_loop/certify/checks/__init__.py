@@ -2,7 +2,7 @@
 
 agreement.py    log-probs of all texts, and the known faults that explain differences
 forward.py      kinds of faults in the forward pass, each where it is most visible
-packing.py      sequences in one row
+packing.py      sequences in one packed row
 routes.py       routed experts, returned and given
 harmony.py      token ids of conversations
 generation.py   decoded tokens; repeated scores

@@ -13,7 +13,7 @@ from rl_loop.certify.variants import FaultyVariant
 
 
 def check_packing(check_run: CheckRun) -> CheckResult:
-    """Compare scores of sequences in one row with their scores alone."""
+    """Compare scores of sequences in one packed row with their scores alone."""
     title = TITLES["packing"]
     sequences = [*check_run.sequences.short, *check_run.sequences.window]
     ids = [sequence.ids for sequence in sequences]

@@ -61,7 +61,7 @@ class MegatronTrainer(ModelImplementation):
         return [self._score_row([sequence])[0] for sequence in sequences]
 
     def score_packed(self, sequences: Sequence[Sequence[int]]) -> list[ScoredSequence]:
-        """Score all sequences in one row."""
+        """Score all sequences in one packed row."""
         return self._score_row(sequences)
 
     def score_with_routes(

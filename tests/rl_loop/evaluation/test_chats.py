@@ -146,7 +146,7 @@ def test_turns_follow_the_true_history(name: str, tiny: Harmony) -> None:
         "Rain.",
         "Yes.",
     ]
-    assert chats.conversations == 2 and chats.unread == 0
+    assert chats.conversations == 2 and chats.cut_off_turns == 0
     assert [turn.has_calls for turn in chats.turns] == [True] * len(expected) + [False] * 3
 
     groups = sample_turns(chats, codec, lambda turn, reference: reference)
@@ -181,7 +181,7 @@ def test_cut_off_turn_is_left_out() -> None:
     cut = chat(user("Hi?"), said("Yes."), user("Again."), said("Ye", finish_reason="length"))
     chats = chats_of(CHATML, cut)
     assert [turn.task.ground_truth for turn in chats.turns] == ["Yes."]
-    assert chats.unread == 1
+    assert chats.cut_off_turns == 1
 
 
 def test_perplexity_is_that_of_the_reference_tokens() -> None:

@@ -13,7 +13,7 @@ from rl_loop.config.run import SftConfig
 from rl_loop.config.tasks import PassRateConfig
 from rl_loop.data.trajectory import InvalidReason, Trajectory, TrajectoryGroup
 from rl_loop.run_parts import build_tasks
-from rl_loop.tasks.pass_rates import LEAST_CHANCE, TaskSelection
+from rl_loop.tasks.pass_rates import MIN_PROBABILITY, TaskSelection
 from tests.support.rl_loop.scripted_loop import from_file
 from tests.support.rl_loop.small_config import config
 
@@ -48,7 +48,7 @@ def test_solved_and_unsolved_tasks_are_skipped_more_often() -> None:
 
     for step in range(2, 30):
         chosen.add_groups(step, [group("easy", 1, 1)])
-    assert used_share(chosen, "easy") == pytest.approx(LEAST_CHANCE, abs=0.02)
+    assert used_share(chosen, "easy") == pytest.approx(MIN_PROBABILITY, abs=0.02)
     # One group within the limits is enough.
     chosen.add_groups(30, [group("easy", 1, 0)])
     assert used_share(chosen, "easy") == 1
