@@ -376,7 +376,7 @@ class GatheredWeights(Iterator[NamedTensor]):
         Returns:
             Tensor of each message; None for shards that every receiver has.
         """
-        own = self._own_tensors(step)
+        local_tensors = self._own_tensors(step)
 
         # NCCL posts a message without waiting for the receiver. A kernel on the sender's GPU then
         # waits for it. The kernel's timeout runs during that time, and other processes on the same
@@ -389,7 +389,7 @@ class GatheredWeights(Iterator[NamedTensor]):
             if message is None:
                 arrived.append(None)
                 continue
-            tensor = own.get(number)
+            tensor = local_tensors.get(number)
             if tensor is None:
                 tensor = message.view_in(self._buffer)
             self._send_or_receive(step.mapping.name, message, tensor)

@@ -224,11 +224,11 @@ def stack_digests(named_tensors: Iterable[NamedTensor]) -> Digests:
     return digests
 
 
-def first_difference(expected: Digests, found: Digests) -> str | None:
+def first_difference(expected: Digests, actual: Digests) -> str | None:
     """Return the first matrix that differs or that only one side has; None if all are equal."""
     # Sorted, so that all ranks name the same matrix.
-    for name in sorted(expected.keys() | found.keys()):
-        if expected.get(name) != found.get(name):
+    for name in sorted(expected.keys() | actual.keys()):
+        if expected.get(name) != actual.get(name):
             return name
     return None
 

@@ -126,10 +126,10 @@ class PeftDirectory:
         layers: dict[str, list[int | None]] = {}
         for mapping in self.mappings:
             layers.setdefault(mapping.kind, []).append(mapping.layer)
-        for kind, found in layers.items():
-            if kind not in ("embedding", "head") and len(found) < self._model.num_layers:
+        for kind, adapted_layers in layers.items():
+            if kind not in ("embedding", "head") and len(adapted_layers) < self._model.num_layers:
                 raise ConversionError(
-                    f"{file}: {kind} has adapters in the layers {found} only, but the trainer "
+                    f"{file}: {kind} has adapters in the layers {adapted_layers} only, but the trainer "
                     f"adapts all layers or none. {advice}"
                 )
 

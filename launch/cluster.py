@@ -28,9 +28,9 @@ NOT_IN_WORD = re.compile(r"[^\w./:@%+=,#~-]")
 
 def check_script_word(key: str, value: object) -> None:
     """Raise ValueError unless a shell reads a value as one word."""
-    if found := NOT_IN_WORD.search(str(value)):
+    if match := NOT_IN_WORD.search(str(value)):
         raise ValueError(
-            f"{key} ({str(value)!r}) contains {found[0]!r}, which a shell would interpret in the "
+            f"{key} ({str(value)!r}) contains {match[0]!r}, which a shell would interpret in the "
             "batch script. Use another path"
         )
 
@@ -170,8 +170,8 @@ def load_cluster(name: str, nodes: int | None = None) -> ClusterConfig:
         path = Path(name)
     path = find_config(path, "cluster")
     if not path.exists():
-        here = [file.stem for file in Path("configs/cluster").glob("*.yaml")]
-        known = ", ".join(sorted({*here, *shipped_names("cluster")})) or "none"
+        local_names = [file.stem for file in Path("configs/cluster").glob("*.yaml")]
+        known = ", ".join(sorted({*local_names, *shipped_names("cluster")})) or "none"
         raise ConfigError(
             f"--cluster {name}: {path} does not exist. Clusters in configs/cluster: {known}",
         )

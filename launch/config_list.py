@@ -130,14 +130,14 @@ def _about(path: Path, command: str) -> dict[str, Any]:
     """Return the fields of ListedConfig that do not need a valid configuration."""
     header = path.read_text().split("\nname:")[0]
     text = " ".join(line.removeprefix("#").strip() for line in header.splitlines())
-    found = None if UNTESTED in path.parts else RAN.search(text)
+    match = None if UNTESTED in path.parts else RAN.search(text)
     return {
         "name": path.stem,
         "command": command,
         "path": str(path),
         # A period inside a file name has no space after it.
         "description": text.split(". ")[0].removesuffix(".") + ".",
-        "ran": found and found[1],
+        "ran": match and match[1],
         "model": read_yaml(path)["model"],
     }
 

@@ -166,18 +166,16 @@ def unsupported_reason(machine: WheelPlatform, share: float = 1.0) -> str:
         )
     # pip would fail later, with a message about missing versions.
     if machine.glibc is None or machine.glibc < GLIBC:
-        found = "none" if machine.glibc is None else ".".join(map(str, machine.glibc))
-        wanted = ".".join(map(str, GLIBC))
+        installed = "none" if machine.glibc is None else ".".join(map(str, machine.glibc))
+        required = ".".join(map(str, GLIBC))
         return (
-            f"SGLang's wheels need glibc {wanted} or later, but this system has {found}. Use the "
+            f"SGLang's wheels need glibc {required} or later, but this system has {installed}. Use the "
             "image of the Dockerfile, or Debian 12, Ubuntu 22.04 or later"
         )
     # Pinned wheels are built for one version of Python.
     if machine.python != (3, 12):
-        found = f"{machine.python[0]}.{machine.python[1]}"
-        return (
-            f"the pinned versions are for Python 3.12, but this is Python {found}. Use Python 3.12"
-        )
+        installed = f"{machine.python[0]}.{machine.python[1]}"
+        return f"the pinned versions are for Python 3.12, but this is Python {installed}. Use Python 3.12"
 
     needed = DISK_BYTES * share
     if machine.free_bytes < needed:

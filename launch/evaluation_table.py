@@ -50,9 +50,14 @@ def print_chat_evaluation(turns: Episodes, baseline: Episodes) -> None:
     for category, chosen in _group_by_category(turns).items():
         if not chosen:
             continue
-        found = chat_statistics(chosen)
-        estimates = (found.correct, found.function, found.format_errors, found.perplexity)
-        cells = [str(found.conversations), str(found.turns)]
+        statistics = chat_statistics(chosen)
+        estimates = (
+            statistics.correct,
+            statistics.function,
+            statistics.format_errors,
+            statistics.perplexity,
+        )
+        cells = [str(statistics.conversations), str(statistics.turns)]
         cells += ["-" if estimate is None else str(estimate) for estimate in estimates]
         if baseline:
             change = compare_chats(chosen, baseline)

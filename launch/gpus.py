@@ -98,13 +98,13 @@ def planned_hardware(
         chosen = gpu_named(gpu)
         return Hardware(_gb(chosen), chosen.name, host_gigabytes)
 
-    here = local_gpu()
-    if here is None:
+    local = local_gpu()
+    if local is None:
         return replace(configured_hardware(configured_gigabytes), host_gigabytes=host_gigabytes)
     # The host's memory belongs to the GPU only if both are this machine's.
     if host_gigabytes is None:
         host_gigabytes = host_memory.total_bytes() / 1e9
-    return Hardware(_gb(here), f"{here.name} of this machine", host_gigabytes)
+    return Hardware(_gb(local), f"{local.name} of this machine", host_gigabytes)
 
 
 def configured_hardware(gigabytes: float | None) -> Hardware:

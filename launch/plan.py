@@ -97,22 +97,22 @@ def planned_row(inputs: MemoryInputs, shared: SharedPrompts | None) -> PlannedRo
     """Return a micro-batch that is filled with sequences of maximum length."""
     longest = inputs.longest_sequence
     if shared is None:
-        whole = full_row(inputs)
-        return PlannedRow(whole, [], sum(whole))
+        full = full_row(inputs)
+        return PlannedRow(full, [], sum(full))
 
     # At least one token of every sequence is not shared.
     prompt = min(shared.tokens, longest - 1)
-    own = longest - prompt
+    sampled_tokens = longest - prompt
     left = inputs.tokens
     lengths: list[int] = []
     starts: list[int] = []
     sequences = 0
     # A group that does not fit is cut, and both parts compute the prompt.
     while left >= longest:
-        samples = min(shared.samples, (left - prompt) // own)
+        samples = min(shared.samples, (left - prompt) // sampled_tokens)
         lengths += [prompt] + [longest] * samples
         starts += [0] + [prompt] * samples
-        left -= prompt + samples * own
+        left -= prompt + samples * sampled_tokens
         sequences += samples
     return PlannedRow(lengths, starts, sequences * longest)
 
@@ -272,16 +272,16 @@ def step_plan(
     )
 
 
-def _sharing_line(inputs: MemoryInputs, whole: UpdatePrediction, shared: SharedPrompts) -> str:
+def _sharing_line(inputs: MemoryInputs, unshared: UpdatePrediction, shared: SharedPrompts) -> str:
     """Return a line for the update with shared prompts.
 
     Args:
         inputs: model, layout and batch.
-        whole: update that computes every sequence whole.
+        unshared: update that computes every sequence whole.
         shared: the prompts.
     """
-    update = predict_update(inputs, whole.episodes, shared)
-    gain = update.tokens_per_second / whole.tokens_per_second
+    update = predict_update(inputs, unshared.episodes, shared)
+    gain = update.tokens_per_second / unshared.tokens_per_second
     copied = planned_row(inputs, shared).copied_key_bytes(inputs)
     return (
         f"with {shared.samples} sequences per prompt of {shared.tokens} tokens, which they share: "

@@ -149,8 +149,8 @@ def outcome_lines(episode: Trajectory) -> list[str]:
     counts = f"turns {turns}, tool calls {episode.tool_calls}, tool errors {episode.tool_errors}"
     lines = [f"end: {_ending(episode)}", f"{counts}, tokens {len(episode)} ({trained})"]
     if episode.answer is not None or episode.expected_answer is not None:
-        given = "none" if episode.answer is None else episode.answer
-        lines.append(f"answer: {given}; expected: {episode.expected_answer}")
+        answer = "none" if episode.answer is None else episode.answer
+        lines.append(f"answer: {answer}; expected: {episode.expected_answer}")
     parts = ", ".join(f"{name} {value:g}" for name, value in episode.reward_parts.items())
     lines.append(f"reward: {episode.reward:g} ({parts})")
     return lines

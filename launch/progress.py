@@ -123,17 +123,17 @@ class TrainingProgress:
         self._phase = name
         self._display.update(self._task, phase=name)
 
-    def episodes(self, ended: int, wanted: int) -> None:
+    def episodes(self, ended: int, total: int) -> None:
         """Show the number of finished episodes in the current rollout.
 
         Calls in other phases are ignored: during training, episodes of the next step may finish.
 
         Args:
             ended: number of finished episodes.
-            wanted: episodes in the rollout.
+            total: episodes in the rollout.
         """
         if self._phase == "rollout":
-            self._display.update(self._task, phase=f"rollout {ended:,}/{wanted:,} episodes")
+            self._display.update(self._task, phase=f"rollout {ended:,}/{total:,} episodes")
 
     def note(self, message: str) -> None:
         """Print a permanent line above the display."""

@@ -138,9 +138,9 @@ class ServerModel:
         full = model.layer_types.count("full_attention")
         # A layer with a window reads at most its window from the cache.
         window = min(context, model.sliding_window or context)
-        seen = full * context + (model.num_layers - full) * window
+        attended_tokens = full * context + (model.num_layers - full) * window
         # Factor 4: a key and a value in bf16.
-        cache = 4 * tokens * seen * model.num_key_value_heads * model.head_size
+        cache = 4 * tokens * attended_tokens * model.num_key_value_heads * model.head_size
 
         # 2 bytes per weight in bf16, and 2 operations per weight and token.
         reading = (2 * (attention + output) + expert_bytes + cache) / BANDWIDTH

@@ -19,8 +19,8 @@ def total_bytes() -> int:
 
 def available_bytes() -> int:
     """Return the memory that this process can still allocate, considering cgroup limits."""
-    rest = [max(0, limit - used) for limit, used in _limits_and_usage()]
-    return min([psutil.virtual_memory().available, *rest])
+    remaining = [max(0, limit - used) for limit, used in _limits_and_usage()]
+    return min([psutil.virtual_memory().available, *remaining])
 
 
 def _limits_and_usage() -> Iterator[tuple[int, int]]:

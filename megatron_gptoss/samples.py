@@ -164,8 +164,8 @@ class TrainingSamples(TokenColumns[np.ndarray]):
                 raise ColumnError(f"column {name} is not declared. Declare it in TokenColumns")
 
         present = self.columns
-        wanted = [name for name in present if columns is None or name in columns]
-        taken: dict[str, Any] = {name: self.gather(name, sequences) for name in wanted}
+        names = [name for name in present if columns is None or name in columns]
+        taken_columns: dict[str, Any] = {name: self.gather(name, sequences) for name in names}
 
         routes = None
         if self.routed_experts is not None and (columns is None or ROUTES in columns):
@@ -178,7 +178,7 @@ class TrainingSamples(TokenColumns[np.ndarray]):
             groups=None if self.groups is None else self.groups[list(sequences)],
             teachers=None if self.teachers is None else self.teachers[list(sequences)],
             names=[self.sequence_name(i) for i in sequences],
-            **taken,
+            **taken_columns,
         )
 
     def gather(self, name: str, sequences: Sequence[int]) -> np.ndarray:

@@ -156,8 +156,8 @@ def check_column(name: str, values: Any, tokens: int, owner: str) -> None:
     """
     dtype = TOKEN_COLUMNS[name].dtype
     if not isinstance(values, np.ndarray) or values.dtype != dtype:
-        found = getattr(values, "dtype", type(values).__name__)
-        raise ColumnError(f"column {name} of {owner} holds {found}, expected {dtype}")
+        actual = getattr(values, "dtype", type(values).__name__)
+        raise ColumnError(f"column {name} of {owner} holds {actual}, expected {dtype}")
     if values.shape != (tokens,):
         raise ColumnError(
             f"column {name} of {owner} has the shape {list(values.shape)}, expected [{tokens}]"

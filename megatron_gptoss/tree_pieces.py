@@ -116,11 +116,11 @@ class _Ranges:
         pieces = max(2, -(-(tokens - shared) // max(1, max_tokens - shared)))
         # A cut in the middle of the pieces that are needed. Both sides can then be cut further
         # without an almost empty piece.
-        wanted = (pieces // 2) / pieces
+        target_share = (pieces // 2) / pieces
 
         # Inputs that a sequence adds to the sequences before it.
-        own = np.array(self.prefixes.lengths[first:end]) - np.array([shared, *common])
-        before = own.cumsum()[:-1] / max(1, own.sum())
+        unshared_tokens = np.array(self.prefixes.lengths[first:end]) - np.array([shared, *common])
+        before = unshared_tokens.cumsum()[:-1] / max(1, unshared_tokens.sum())
         # Both terms are shares of the piece: of its inputs that the cut copies, and the distance
         # from the wanted place.
-        return first + 1 + int((common / tokens + abs(before - wanted)).argmin())
+        return first + 1 + int((common / tokens + abs(before - target_share)).argmin())

@@ -314,14 +314,14 @@ class RlLoop:
         """
         with record.timed("sync"):
             assert self._sync_check is not None
-            found = self._sync_check.result()
-        self.engine_digests = found.mxfp4_digests
+            result = self._sync_check.result()
+        self.engine_digests = result.mxfp4_digests
         # SGLang's servers report no digests, because checksums compare their weights. A count of 0
         # would read as if no weights had been compared.
-        if found.mxfp4_digests:
-            compared = len(found.mxfp4_digests)
+        if result.mxfp4_digests:
+            compared = len(result.mxfp4_digests)
             metrics.add("mismatch/mxfp4_experts_compared", compared, "last")
-        metrics.add("mismatch/canary_gap", found.canary_gap, "max", "tokens")
+        metrics.add("mismatch/canary_gap", result.canary_gap, "max", "tokens")
 
     def switch_to_trainer(self, step: int) -> None:
         """Pause servers on the trainer's GPUs, and begin the trainer's next memory phase.

@@ -249,5 +249,5 @@ def _up_scale(peak: Tensor) -> Tensor:
     """Return the scale of each ``up`` channel with the largest magnitudes ``peak``."""
     # bf16 rounds ``up' = scale * up - 1``, so a small ``scale * up`` loses bits to the 1. Therefore
     # the scale is as large as the clamp allows. A power of two keeps all bits of the weights.
-    wanted = TARGET_PEAK / peak.double().clamp_min(SMALLEST_PEAK)
-    return torch.exp2(wanted.log2().floor())
+    target_scale = TARGET_PEAK / peak.double().clamp_min(SMALLEST_PEAK)
+    return torch.exp2(target_scale.log2().floor())

@@ -29,9 +29,9 @@ app = typer.Typer(
 )
 
 
-def print_version(wanted: bool) -> None:
+def print_version(is_requested: bool) -> None:
     """Print the installed version and exit."""
-    if wanted:
+    if is_requested:
         from megatron_gptoss.package_version import package_version
 
         print(f"gptoss {package_version()}")

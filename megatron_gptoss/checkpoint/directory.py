@@ -98,8 +98,8 @@ def earlier_checkpoints(checkpoint: Path) -> list[Path]:
     written = (path for path in root.glob(f"{STEP_PATTERN}*") if not is_partial(path))
     names = {final_name(path).name for path in written}
     earlier = sorted((name for name in names if name < final_name(checkpoint).name), reverse=True)
-    found = [find_checkpoint(root, name) for name in earlier]
-    return [path for path in found if path is not None]
+    checkpoints = [find_checkpoint(root, name) for name in earlier]
+    return [path for path in checkpoints if path is not None]
 
 
 def describe_earlier(checkpoint: Path) -> str:

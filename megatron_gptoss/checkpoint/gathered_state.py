@@ -177,10 +177,10 @@ def _gather_parameters(
 
     # NCCL communicates between GPUs only. One bucket at a time bounds the GPU memory.
     ranks = group.size()
-    whole = torch.empty(ranks * len(shard), dtype=shard.dtype, device=device)
-    dist.gather(shard.to(device), list(whole.chunk(ranks)), group=group, group_dst=0)
+    gathered = torch.empty(ranks * len(shard), dtype=shard.dtype, device=device)
+    dist.gather(shard.to(device), list(gathered.chunk(ranks)), group=group, group_dst=0)
     # copy=True: with Gloo the tensor is on the host already, and a view would keep the bucket.
     return {
-        parameter: whole[start:end].to("cpu", copy=True)
+        parameter: gathered[start:end].to("cpu", copy=True)
         for parameter, (start, end) in bucket.param_to_index.items()
     }

@@ -45,9 +45,9 @@ def find_damage(path: Path) -> str | None:
     """
     # Each rank reads a part of the files. All ranks must get the same answer: otherwise some would
     # raise while the others wait for them in the next collective call.
-    own = compare_checksums(path, dist.get_rank(), dist.get_world_size())
+    local_damage = compare_checksums(path, dist.get_rank(), dist.get_world_size())
     damages: list[str | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(damages, own)
+    dist.all_gather_object(damages, local_damage)
     return next((damage for damage in damages if damage is not None), None)
 
 
@@ -115,13 +115,13 @@ def _load_trainer(path: Path, trainer: PolicyTrainer) -> dict[str, Any]:
     if trainer.updated:
         _check_same_optimizers(path, trainer, was_separate=common[HAS_EXPERT_OPTIMIZER])
 
-    wanted = trainer_state(trainer, is_loading=True)
+    expected_state = trainer_state(trainer, is_loading=True)
     # The state of parameters is large, so it is loaded in parts, after everything else.
     parameter_states: list[StateShard] = []
     if trainer.updated:
-        parameter_states = take_out_parameter_state(trainer.optimizer, wanted["optimizer"])
+        parameter_states = take_out_parameter_state(trainer.optimizer, expected_state["optimizer"])
 
-    state = dist_checkpointing.load(wanted, str(path))
+    state = dist_checkpointing.load(expected_state, str(path))
     load_model_state(trainer.module, state["model"])
 
     if trainer.updated:

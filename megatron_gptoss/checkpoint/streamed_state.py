@@ -132,13 +132,13 @@ def load_parameter_state(path: Path, states: Sequence[StateShard]) -> None:
     parts += [[]] * (max(numbers) - len(parts))
 
     for part in parts:
-        wanted = {
+        requested = {
             str(number): {name: _with_memory(sharded) for name, sharded in state.tensors.items()}
             for number, state in enumerate(part)
         }
         # Megatron checks that the owner of each tensor loads it. A part lacks most owners.
         loaded = dist_checkpointing.load(
-            {PARAMETER_STATE: wanted}, str(path), validate_access_integrity=False
+            {PARAMETER_STATE: requested}, str(path), validate_access_integrity=False
         )
         # pop: the whole parameter is freed as soon as this rank's part has been copied.
         for number, state in enumerate(part):

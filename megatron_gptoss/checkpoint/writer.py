@@ -223,11 +223,11 @@ class _PendingSave:
 
         ``keep`` is the number of checkpoints to keep.
         """
-        own: dict[str, FileChecksum] = {}
+        checksums: dict[str, FileChecksum] = {}
         try:
             with fail_together(self.partial):
                 if self.written is not None:
-                    own = self.written.result()
+                    checksums = self.written.result()
                 # These are collective, so they run in the main thread: collectives of two threads
                 # over one process group may run in a different order on each rank.
                 for collect in self.collect_results:
@@ -237,7 +237,7 @@ class _PendingSave:
             raise
 
         rank_checksums: list[dict[str, FileChecksum]] = [{}] * dist.get_world_size()
-        dist.all_gather_object(rank_checksums, own)
+        dist.all_gather_object(rank_checksums, checksums)
 
         # All tensor files and the metadata exist. The files that make the directory complete are
         # written last.

@@ -132,11 +132,11 @@ class AdapterConfig(StrictModel):
             A key, its value here and its value in ``other``. None if shapes, scales and targets are
             the same, even if they are written differently.
         """
-        here = self._as_built(model)
-        there = other._as_built(model)
-        for key, value in here.items():
-            if there[key] != value:
-                return f"adapter.{key}", value, there[key]
+        settings = self._as_built(model)
+        other_settings = other._as_built(model)
+        for key, value in settings.items():
+            if other_settings[key] != value:
+                return f"adapter.{key}", value, other_settings[key]
         return None
 
     def _as_built(self, model: ModelConfig) -> dict[str, str]:

@@ -261,14 +261,14 @@ class RopeSettings:
 
     def _check_attention_factor(self, scaling: RopeScaling, where: str) -> None:
         """Raise ValueError if the factor of cos and sin in the file is not that of the layers."""
-        given = self.scaling.get("attention_factor")
-        if given is None:
+        factor = self.scaling.get("attention_factor")
+        if factor is None:
             return
         # YaRN's factor (arXiv 2309.00071), which transformers computes if the file has none.
         expected = 0.1 * math.log(scaling.factor) + 1.0
-        if isinstance(given, bool) or not isinstance(given, int | float):
-            given = math.nan
-        if not math.isclose(given, expected, rel_tol=1e-9):
+        if isinstance(factor, bool) or not isinstance(factor, int | float):
+            factor = math.nan
+        if not math.isclose(factor, expected, rel_tol=1e-9):
             raise ValueError(
                 f"{where}: {self.section}.attention_factor must be {expected}, which follows from "
                 "the "

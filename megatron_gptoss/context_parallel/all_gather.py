@@ -101,9 +101,9 @@ class AllGatherAttention(torch.autograd.Function):
         # The first gather overlaps with attention over this rank's own sequences.
         gathering = _GatheredHeads(q, k, v, plan, group)
         if plan.shared < len(q):
-            own = slice(plan.shared, None)
-            o[own], lse[own] = attention_forward(
-                q[own], k[own], v[own], sinks, plan.whole, settings
+            unshared = slice(plan.shared, None)
+            o[unshared], lse[unshared] = attention_forward(
+                q[unshared], k[unshared], v[unshared], sinks, plan.whole, settings
             )
 
         for head_group, keys, values in gathering:
@@ -146,10 +146,10 @@ class AllGatherAttention(torch.autograd.Function):
         # parallelism saves.
         gathering = _GatheredHeads(q, k, v, plan, group)
         if plan.shared < len(q):
-            own = slice(plan.shared, None)
-            saved = (q[own], k[own], v[own], sinks, o[own], lse[own])
-            dq[own], dk[own], dv[own], own_dsinks = attention_backward(
-                saved, grad_o[own], plan.whole, settings
+            unshared = slice(plan.shared, None)
+            saved = (q[unshared], k[unshared], v[unshared], sinks, o[unshared], lse[unshared])
+            dq[unshared], dk[unshared], dv[unshared], own_dsinks = attention_backward(
+                saved, grad_o[unshared], plan.whole, settings
             )
             dsinks += own_dsinks
 

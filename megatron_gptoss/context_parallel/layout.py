@@ -191,7 +191,9 @@ class _Ranks:
             tokens: number of tokens to add.
             capacity: maximum number of tokens per rank.
         """
-        fitting = [rank for rank, held in enumerate(self.tokens) if held + tokens <= capacity]
+        fitting = [
+            rank for rank, assigned in enumerate(self.tokens) if assigned + tokens <= capacity
+        ]
         if not fitting:
             return None
         return min(fitting, key=lambda rank: (self.pairs[rank], self.tokens[rank]))

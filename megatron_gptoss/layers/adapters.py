@@ -244,12 +244,12 @@ def replaced_factors(model: torch.nn.Module, factors: Sequence[Tensor]) -> Itera
             of each adapter, of any float dtype.
     """
     # Copy instead of swapping tensors: Megatron's buffers own the memory of the parameters.
-    own = copy_factors(model)
+    original = copy_factors(model)
     _set_factors(model, factors)
     try:
         yield
     finally:
-        _set_factors(model, own)
+        _set_factors(model, original)
 
 
 @torch.no_grad()

@@ -70,15 +70,15 @@ class AgentHost:
         arguments = (line["task"], line["base_url"], line["api_key"])
         try:
             if self._is_async:
-                given = await self._run(*arguments)
+                result = await self._run(*arguments)
             else:
                 loop = asyncio.get_running_loop()
-                given = await loop.run_in_executor(self._threads, partial(self._run, *arguments))
+                result = await loop.run_in_executor(self._threads, partial(self._run, *arguments))
 
             # An agent may return the failure instead of raising it.
-            if isinstance(given, InfrastructureError):
-                raise given
-            self.answer({"call": number, "given": given})
+            if isinstance(result, InfrastructureError):
+                raise result
+            self.answer({"call": number, "given": result})
         except asyncio.CancelledError:
             self.answer({"call": number, "component": "environment", "reason": "cancelled"})
         except InfrastructureError as failure:

@@ -93,10 +93,10 @@ def _float(literal: str) -> JsonNumber:
     # repr writes the shortest digits that read back as the same float.
     sign, digits, exponent = Decimal(repr(value)).as_tuple()
     assert isinstance(exponent, int)  # it is finite
-    whole = _integer("".join(map(str, digits)))
-    if whole.digits == "0":
-        return whole
-    significant, _, zeros = whole.digits.partition("e")
+    integer = _integer("".join(map(str, digits)))
+    if integer.digits == "0":
+        return integer
+    significant, _, zeros = integer.digits.partition("e")
     return JsonNumber(f"{'-' if sign else ''}{significant}e{exponent + int(zeros)}")
 
 

@@ -96,10 +96,10 @@ def in_call_order(
     order = sorted(range(len(outputs)), key=lambda i: index_of[id(matched[i])])
 
     # Rendered outputs of calls of one function differ only in their order.
-    answered = {id(call) for call in matched}
+    matched_ids = {id(call) for call in matched}
     missing: set[str] = set()
     for call in calls:
-        if id(call) not in answered:
+        if id(call) not in matched_ids:
             if not call.is_skipped:
                 missing.add(call.recipient)
         elif call.recipient in missing:

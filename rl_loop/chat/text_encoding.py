@@ -49,8 +49,8 @@ def check_encodes_text(
         if not ids:
             raise ValueError(f"the text {text!r} is encoded as an empty list of tokens")
         if not special.isdisjoint(ids):
-            found = min(special.intersection(ids))
-            raise ValueError(f"the text {text[:40]!r} is encoded as the special token {found}")
+            special_id = min(special.intersection(ids))
+            raise ValueError(f"the text {text[:40]!r} is encoded as the special token {special_id}")
 
 
 def byte_characters() -> list[str]:

@@ -273,8 +273,8 @@ class ChatMl:
             text = self.vocabulary.decode(ids)
             # Name and arguments of a call are one JSON value, so nothing of a truncated one can be
             # read. Only the last call can be truncated. Read the text before it.
-            whole = text[: text.rfind(TOOL_CALL)] if messages.kind == "tool_call" else ""
-            turn = parse_turn(whole.removesuffix("\n"))
+            complete_text = text[: text.rfind(TOOL_CALL)] if messages.kind == "tool_call" else ""
+            turn = parse_turn(complete_text.removesuffix("\n"))
             messages = []
             if isinstance(turn, ParsedTurn) and (turn.text or turn.calls):
                 messages = build_messages(turn, "commentary", list(map(function_call, turn.calls)))

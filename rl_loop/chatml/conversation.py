@@ -112,11 +112,11 @@ class MissingToolOutputError(ValueError):
 def _outputs_in_order(calls: Sequence[OpenCall], outputs: Sequence[Numbered]) -> list[ChatMessage]:
     """Return the outputs of all calls of a turn in the order of the calls. Raises ValueError."""
     try:
-        answered = match_outputs(calls, [message for _, message in outputs])
+        matches = match_outputs(calls, [message for _, message in outputs])
     except UnmatchedToolOutputError as error:
         raise ValueError(f"{describe_message(*outputs[error.index])}: {error}") from None
     for call in calls:
-        if call not in answered:
+        if call not in matches:
             named = "" if call.call_id is None else f" ({call.call_id})"
             raise MissingToolOutputError(
                 f"the call of {call.recipient}{named} has no tool output, but ChatML matches "

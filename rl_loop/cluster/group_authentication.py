@@ -155,15 +155,15 @@ def authenticate_groups() -> None:
         # Only this kind of store listens on the network.
         if isinstance(_innermost(call.arguments["store"]), dist.TCPStore):
             call.arguments["store"] = EncryptedStore(call.arguments["store"], token)
-        made = make_group(*call.args, **call.kwargs)
+        group = make_group(*call.args, **call.kwargs)
 
         # Ranks outside of the group get a placeholder.
-        if isinstance(made[0], dist.ProcessGroup):
+        if isinstance(group[0], dist.ProcessGroup):
             if isinstance(call.arguments["store"], EncryptedStore):
-                _stores[made[0]] = call.arguments["store"]
-            if _uses_gloo(made[0]):
-                check_ranks(made[0], token)
-        return made
+                _stores[group[0]] = call.arguments["store"]
+            if _uses_gloo(group[0]):
+                check_ranks(group[0], token)
+        return group
 
     make_authenticated_group.without_authentication = make_group  # type: ignore[attr-defined]
     module._new_process_group_helper = make_authenticated_group

@@ -27,13 +27,13 @@ def private_directory(path: Path) -> Path:
     """
     path.mkdir(mode=0o700, parents=True, exist_ok=True)
     # In /tmp another user may have created the directory first, in order to read files in it.
-    found = path.lstat()
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
+    status = path.lstat()
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid():
         raise NotPrivateError(
-            f"{path} is not a directory of this user (owner {found.st_uid}). Ask its owner to "
+            f"{path} is not a directory of this user (owner {status.st_uid}). Ask its owner to "
             "remove it, or set RAY_TMPDIR to your own directory"
         )
-    if stat.S_IMODE(found.st_mode) != 0o700:
+    if stat.S_IMODE(status.st_mode) != 0o700:
         path.chmod(0o700)
     return path
 

@@ -69,8 +69,8 @@ class RlConfig(RunConfig):
         for name in self._trained_sources:
             path = distillation.of_source(name)
             if path is not None:
-                own = name in distillation.teachers
-                paths[f"{TEACHERS_KEY}.{name}" if own else TEACHER_KEY] = path
+                has_entry = name in distillation.teachers
+                paths[f"{TEACHERS_KEY}.{name}" if has_entry else TEACHER_KEY] = path
         return paths
 
     @property

@@ -320,9 +320,9 @@ def _mixture(config: DataConfig) -> SourceMixture:
     weights = [source.weight for source in config.sources.values()]
     mixture = SourceMixture(weights, f"{config.seed}/data")
     # All blocks of a mixture have the same shares, so one of them shows which sources are used.
-    taken = {mixture.source_at(position) for position in range(BLOCK)}
+    used_sources = {mixture.source_at(position) for position in range(BLOCK)}
     for number, name in enumerate(config.sources):
-        if number not in taken:
+        if number not in used_sources:
             raise DataError(
                 f"data.sources.{name}.weight ({weights[number]}) is less than 1/{2 * BLOCK} of the sum of "
                 "all weights, so no conversation of this source would be used. Increase it"

@@ -134,13 +134,13 @@ def _plain_message(number: int, message: Any) -> dict[str, Any]:
 
     plain = {key: value for key, value in message.items() if key not in THOUGHTS}
     # A file may have several of these keys, with all but one null.
-    thoughts = [message[key] for key in THOUGHTS if message.get(key)]
+    analyses = [message[key] for key in THOUGHTS if message.get(key)]
     # Taking one of them would lose the others silently.
-    if len(thoughts) > 1:
-        given = ", ".join(key for key in THOUGHTS if message.get(key))
-        raise ConversationError(f"{name}: {given} have the same meaning. Give one of them")
-    if thoughts:
-        plain["thinking"] = thoughts[0]
+    if len(analyses) > 1:
+        keys = ", ".join(key for key in THOUGHTS if message.get(key))
+        raise ConversationError(f"{name}: {keys} have the same meaning. Give one of them")
+    if analyses:
+        plain["thinking"] = analyses[0]
     if plain.get("tool_calls"):
         plain["tool_calls"] = [
             _tool_call(name, call) for call in read_list(plain, "tool_calls", name)

@@ -25,14 +25,14 @@ def read_harmony(record: dict[str, Any]) -> Conversation:
     namespaces = set(BUILTIN_NAMESPACES)
     described = False
 
-    rest: list[Numbered] = []
+    text_messages: list[Numbered] = []
     for number, message in enumerate(messages):
         flat = _without_author(number, message)
         content = _rich_content(number, flat)
         if content is None:
-            rest.append((number, flat))
+            text_messages.append((number, flat))
             continue
-        if rest or (isinstance(content, SystemContent) and number > 0):
+        if text_messages or (isinstance(content, SystemContent) and number > 0):
             raise ConversationError(
                 f"{describe_message(number, flat)}: system and developer content must come "
                 "first. Later messages can have text only"
@@ -51,7 +51,7 @@ def read_harmony(record: dict[str, Any]) -> Conversation:
             functions |= {tool.name for tool in namespace.tools if namespace.name == "functions"}
 
     return make_conversation(
-        rest,
+        text_messages,
         developer_messages=developer_messages,
         callable_functions=frozenset(functions) if described else None,
         namespaces=frozenset(namespaces),

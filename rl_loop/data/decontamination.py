@@ -231,18 +231,18 @@ class _ShortPrompts:
         """Return the prompts that are inside a text, or equal to it."""
         if not self._runs:
             return set()
-        found = set()
+        matches = set()
         tokens = words.tokens
         for start, pair in enumerate(zip(tokens, [*tokens[1:], ""], strict=False)):
             # Prompts of a single word have no second word.
             lengths = self._lengths.get(pair, set()) | self._lengths.get((pair[0], ""), set())
             for length in lengths:
                 run = tuple(tokens[start : start + length])
-                if run in found or len(run) < length or run not in self._runs:
+                if run in matches or len(run) < length or run not in self._runs:
                     continue
                 if words.is_sentence(start, start + length, may_begin_anywhere=self._runs[run]):
-                    found.add(run)
-        return found
+                    matches.add(run)
+        return matches
 
 
 def _without_final_marks(tokens: list[str]) -> WordRun:

@@ -407,9 +407,9 @@ def _check_routes_shape(routes: Any, tokens: int, shape: ModelShape) -> None:
             "the engine returned no routed experts, but the request asked for them"
         )
     if not isinstance(routes, np.ndarray) or routes.dtype not in ROUTE_DTYPES or routes.ndim != 3:
-        found = f"{getattr(routes, 'dtype', type(routes).__name__)} {list(np.shape(routes))}"
+        actual = f"{getattr(routes, 'dtype', type(routes).__name__)} {list(np.shape(routes))}"
         raise _InvalidResultError(
-            f"routed experts are {found}, expected uint8 or int16 [tokens, layers, top_k]"
+            f"routed experts are {actual}, expected uint8 or int16 [tokens, layers, top_k]"
         )
 
     # An unknown size fits every array.

@@ -175,9 +175,9 @@ class McpEnvironment(ReplayedEnvironment[McpOptions]):
     async def answer(self, text: str) -> StepResult:
         await self.ready()
         assert self.toolbox is not None
-        given = await self.judge(text, self.toolbox)
+        judgment = await self.judge(text, self.toolbox)
         judge = self.options.judge or type(self).__name__
-        numbers = read_parts(given, self.options.parts, judge)
+        numbers = read_parts(judgment, self.options.parts, judge)
         # maj@k compares answers as text, so drop spaces at the ends.
         ended = replace(self.end_with_score(numbers["score"]), answer=text.strip())
         return with_parts(ended, numbers)

@@ -35,8 +35,8 @@ def read_parts(given: object, parts: Sequence[str], giver: str) -> dict[str, flo
     # GDPO compares each part over episodes, so every episode needs exactly these.
     if set(named) != expected:
         names = ", ".join(sorted(map(str, named)))
-        wanted = ", ".join(sorted(expected))
-        reason = f"{giver} returned the reward parts {names}. Expected: {wanted}"
+        expected_names = ", ".join(sorted(expected))
+        reason = f"{giver} returned the reward parts {names}. Expected: {expected_names}"
         raise InfrastructureError("checker", reason, giver)
 
     numbers: dict[str, float] = {}

@@ -127,7 +127,7 @@ class ChatValidation:
         with record.timed_evaluation("sync"):
             self.engines.sync_weights(self.trainer, version)
             canary = samples.rows("token_ids")[0].tolist()
-            found = check_sync(
+            result = check_sync(
                 self.trainer,
                 self.engines,
                 canary,
@@ -135,7 +135,7 @@ class ChatValidation:
                 version=version,
                 is_quantized=self.is_quantized,
             )
-        record.evaluation.add("mismatch/canary_gap", found.canary_gap, "max", "tokens")
+        record.evaluation.add("mismatch/canary_gap", result.canary_gap, "max", "tokens")
 
         with record.timed_evaluation("evaluate"):
             requests = chat_requests(self.chats, 1, self.temperature)

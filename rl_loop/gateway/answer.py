@@ -168,10 +168,10 @@ def read_completion(codec: ChatCodec, ids: Sequence[int], stop: Sequence[str] = 
         turn = ReadTurn(PolicyAnswer((AnswerText(text),)), dropped=len(ids) - len(places))
     else:
         # The client does not see the stop text, so a continued text does not contain it.
-        rest = codec.vocabulary.encode_text(cut.rest) if cut.rest else []
+        rest_ids = codec.vocabulary.encode_text(cut.rest) if cut.rest else []
         turn = ReadTurn(
             PolicyAnswer((AnswerText(cut.text),)),
-            closing=tuple(rest),
+            closing=tuple(rest_ids),
             dropped=cut.dropped,
             kept=cut.kept,
             hidden_token_count=cut.dropped - bool(cut.rest),
@@ -211,12 +211,12 @@ def _stopped_turn(
         return replace(turn, kept=cut.kept)
 
     # The client does not see the stop text, so a continued conversation does not contain it.
-    rest = codec.vocabulary.encode_text(cut.rest) if cut.rest else []
-    closed = codec.parse_truncated_for_client([*ids[: cut.kept - cut.dropped], *rest])
+    rest_ids = codec.vocabulary.encode_text(cut.rest) if cut.rest else []
+    closed = codec.parse_truncated_for_client([*ids[: cut.kept - cut.dropped], *rest_ids])
     # The turn ends within a text, so this text is its last item.
     return ReadTurn(
         PolicyAnswer((*turn.answer.items[:-1], AnswerText(cut.text))),
-        closing=(*rest, *closed.closing),
+        closing=(*rest_ids, *closed.closing),
         dropped=cut.dropped,
         kept=cut.kept,
         # The first dropped token may begin with text of the answer.

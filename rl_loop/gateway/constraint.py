@@ -108,9 +108,9 @@ def compile_constraint(codec: ChatCodec, constraint: TurnConstraint) -> NewMatch
 
 
 def _begin(matcher: "LLMatcher", size: int, tokens: Sequence[int]) -> TokenMatcher:
-    begun = GrammarMatcher(matcher.deep_copy(), size)
-    begun.accept(tokens)
-    return begun
+    matcher_copy = GrammarMatcher(matcher.deep_copy(), size)
+    matcher_copy.accept(tokens)
+    return matcher_copy
 
 
 ANY_OBJECT: dict[str, Any] = {"type": "object"}

@@ -233,7 +233,7 @@ def message_digest(message: dict[str, Any]) -> MessageDigest:
     ]
     ids = [call.get("id") for call in message.get("tool_calls") or ()]
     # Without the reasoning, which clients may repeat or leave out.
-    whole = [
+    parts = [
         message["role"],
         message.get("name"),
         message.get("tool_call_id"),
@@ -242,7 +242,7 @@ def message_digest(message: dict[str, Any]) -> MessageDigest:
         calls,
     ]
     # The second digest tells whether calls were edited, independent of the text around them.
-    return _digest(whole) + _digest(calls)
+    return _digest(parts) + _digest(calls)
 
 
 def whole_digest(digest: MessageDigest) -> bytes:

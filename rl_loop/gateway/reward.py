@@ -64,8 +64,8 @@ def read_reward(body: Any) -> SubmittedReward:
     """
     if not isinstance(body, dict):
         raise ApiError(400, "invalid_request", "the body must be a JSON object")
-    given = validated(_RewardBody, body)
-    parts = given.reward
+    request = validated(_RewardBody, body)
+    parts = request.reward
     if not isinstance(parts, dict):
         parts = {SCORE: parts}
-    return SubmittedReward(parts, given.response_id)
+    return SubmittedReward(parts, request.response_id)

@@ -45,11 +45,13 @@ def find_stop(
     for places in ranges:
         pieces = [codec.vocabulary.token_bytes(ids[place]) for place in places]
         data = b"".join(pieces)
-        found = [(begin + len(text), begin) for text in searched if (begin := data.find(text)) >= 0]
-        if not found:
+        matches = [
+            (begin + len(text), begin) for text in searched if (begin := data.find(text)) >= 0
+        ]
+        if not matches:
             continue
         # The first end counts, because sampling with stop texts would have ended there.
-        end, begin = min(found)
+        end, begin = min(matches)
         ends = list(accumulate(map(len, pieces)))
         # First and last token with bytes of the stop text. The first one may begin with text that
         # the client gets.

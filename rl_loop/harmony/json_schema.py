@@ -256,8 +256,8 @@ def _values_in_words(schema: Mapping[str, Any]) -> Schema:
     values = [value for value in _list(schema, "enum") if value is not None]
     if not values or not _is_short(values):
         return {}
-    said = f"One of {', '.join(map(json.dumps, values))}."
-    return {"description": " ".join(filter(None, [_text(schema, "description"), said]))}
+    sentence = f"One of {', '.join(map(json.dumps, values))}."
+    return {"description": " ".join(filter(None, [_text(schema, "description"), sentence]))}
 
 
 def _json_type(value: Any) -> str:
@@ -276,17 +276,17 @@ def _json_type(value: Any) -> str:
 
 def _referred(reference: str, root: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the schema at ``#/$defs/NAME``. Empty for references to other documents."""
-    found: Any = root
+    target: Any = root
     if reference != "#" and not reference.startswith("#/"):
         return {}
     for part in reference.split("/")[1:]:
         # JSON pointers escape / and ~ (RFC 6901). In this order, because "~01" stands for "~1".
         part = part.replace("~1", "/").replace("~0", "~")
-        if isinstance(found, list) and part.isdecimal() and int(part) < len(found):
-            found = found[int(part)]
+        if isinstance(target, list) and part.isdecimal() and int(part) < len(target):
+            target = target[int(part)]
         else:
-            found = found.get(part) if isinstance(found, Mapping) else None
-    return found if isinstance(found, Mapping) else {}
+            target = target.get(part) if isinstance(target, Mapping) else None
+    return target if isinstance(target, Mapping) else {}
 
 
 def _is_null(schema: Any) -> bool:

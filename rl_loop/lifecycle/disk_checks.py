@@ -175,10 +175,10 @@ def checkpoints_of_run(training: TrainingConfig) -> int:
     return math.ceil(training.steps / training.checkpoint_every)
 
 
-def _missing_steps(directory: Path, wanted: int) -> int:
-    """Return the number of step directories that are missing for ``wanted`` in total."""
+def _missing_steps(directory: Path, needed: int) -> int:
+    """Return the number of step directories that are missing for ``needed`` in total."""
     # Unfinished directories have a suffix after the six digits, so the pattern excludes them.
-    return max(0, wanted - len(list(directory.glob("step_??????"))))
+    return max(0, needed - len(list(directory.glob("step_??????"))))
 
 
 def _sum_file_sizes(directories: Iterable[Path]) -> int:

@@ -140,11 +140,15 @@ def check_teacher(key: str, teacher: Path, config: RunConfig) -> None:
             "another teacher"
         )
 
-    own = tokenizer_directory(config.tokenizer_source)
+    policy_tokenizer = tokenizer_directory(config.tokenizer_source)
     theirs = tokenizer_directory(teacher)
-    if own is not None and theirs is not None and text_tokens(own) != text_tokens(theirs):
+    if (
+        policy_tokenizer is not None
+        and theirs is not None
+        and text_tokens(policy_tokenizer) != text_tokens(theirs)
+    ):
         raise StartError(
-            f"{key}: the tokenizers of {theirs} and {own} have different tokens. Use a "
+            f"{key}: the tokenizers of {theirs} and {policy_tokenizer} have different tokens. Use a "
             "teacher with the vocabulary of the model"
         )
     try:

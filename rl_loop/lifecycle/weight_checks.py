@@ -100,9 +100,9 @@ def check_initial_adapter(path: Path, adapter: AdapterConfig, model: ModelConfig
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise StartError(f"{key}: {checkpoint / ADAPTER_FILE} cannot be read ({error!r})") from None
     if difference is not None:
-        setting, here, there = difference
+        setting, configured, saved = difference
         raise StartError(
-            f"{key}: {checkpoint} has {setting} {there}, but the configuration has {here}. Use "
+            f"{key}: {checkpoint} has {setting} {saved}, but the configuration has {configured}. Use "
             "the setting of the adapters"
         )
 

@@ -92,15 +92,15 @@ def _agree_at_points(one: Expr, other: Expr, symbols: Sequence[Expr]) -> bool:
             symbol: Rational(point + Fraction(i * i + i, 7 * i + 29))
             for i, symbol in enumerate(symbols)
         }
-        here, there = (_evaluate(value, values) for value in (one, other))
-        if here is None or there is None:
+        left_value, right_value = (_evaluate(value, values) for value in (one, other))
+        if left_value is None or right_value is None:
             # If only one has a value at the point, they are not known to be equal.
-            if (here is None) != (there is None):
+            if (left_value is None) != (right_value is None):
                 return False
             continue
         compared += 1
-        size = max(abs(here), abs(there))
-        if size != 0 and abs(here - there) > EQUAL * size:
+        size = max(abs(left_value), abs(right_value))
+        if size != 0 and abs(left_value - right_value) > EQUAL * size:
             return False
     # Expressions that are defined at one point only could agree there by chance.
     return compared >= (2 if symbols else 1)

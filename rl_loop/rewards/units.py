@@ -269,11 +269,11 @@ def _add_text(collected: _Collected, text: str, sign: int, power: int) -> bool:
             next_power = POWERS[word.lower()]
             continue
 
-        own = next_power * int(match["power"] or 1)
+        exponent = next_power * int(match["power"] or 1)
         if not text[position:].strip():
-            own *= power
+            exponent *= power
         next_power = 1
-        if not _add_word(collected, word, direction * own):
+        if not _add_word(collected, word, direction * exponent):
             return False
     return True
 

@@ -398,13 +398,15 @@ class RolloutCollector:
 
     def _begin_round(self, groups: StepGroups) -> None:
         """Begin the next ``tasks_per_step`` groups of a step."""
-        begun = len(groups.positions)
-        following = groups.positions[-1] + 1 if begun else groups.first_task
+        started = len(groups.positions)
+        following = groups.positions[-1] + 1 if started else groups.first_task
         count = groups.groups_per_round
         groups.positions += self._requests.tasks.select(following, count, groups.step)
         requests = {
             number: self._requests.for_group(number, groups.positions[number - groups.first_number])
-            for number in range(groups.first_number + begun, groups.first_number + begun + count)
+            for number in range(
+                groups.first_number + started, groups.first_number + started + count
+            )
         }
         restored = self._take_restored(requests)
         for number in requests:
@@ -437,8 +439,8 @@ class RolloutCollector:
         samples = self._rollout.samples_per_task
         # A held-out group is one episode.
         ended = len(groups.ended) * samples + len(self._held_out)
-        wanted = len(groups.start_versions) * samples + self._held_out_count
-        self._on_ended(ended, wanted)
+        total = len(groups.start_versions) * samples + self._held_out_count
+        self._on_ended(ended, total)
 
     def _count_async_groups(self) -> AsyncGroups | None:
         """Return the progress of later steps. None without staleness."""

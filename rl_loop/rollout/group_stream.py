@@ -143,7 +143,7 @@ def run_groups(
     requests: Sequence[GroupRequest],
     rollout: RolloutConfig,
     abandon: Callable[[], bool] = lambda: False,
-    on_ended: OnEnded = lambda ended, wanted: None,
+    on_ended: OnEnded = lambda ended, total: None,
 ) -> list[TrajectoryGroup]:
     """Run all episodes and wait for them.
 
@@ -165,7 +165,7 @@ def run_groups(
     """
     streak = CircuitBreaker.with_streak(rollout.max_invalid_fraction)
     results: dict[int, TrajectoryGroup] = {}
-    wanted = sum(len(request.seeds) for request in requests)
+    total = sum(len(request.seeds) for request in requests)
     episodes_ended = 0
 
     with runner.stream() as stream:
@@ -177,7 +177,7 @@ def run_groups(
             streak.observe(ended.group)
             results[ended.number] = ended.group
             episodes_ended += len(requests[ended.number].seeds)
-            on_ended(episodes_ended, wanted)
+            on_ended(episodes_ended, total)
 
     # Groups end in any order. Callers match results and requests by position.
     groups = [results[number] for number in range(len(requests))]

@@ -94,9 +94,9 @@ def tokenizer_directory(source: Path | None) -> Path | None:
 
     A run has a copy in its export. Without an export, it is the tokenizer that the run began with.
     """
-    seen: set[Path] = set()
-    while source is not None and source not in seen:
-        seen.add(source)
+    visited: set[Path] = set()
+    while source is not None and source not in visited:
+        visited.add(source)
         for directory in (source, source / "export"):
             if (directory / TOKENIZER_FILE).exists():
                 return directory

@@ -110,8 +110,8 @@ class TaskMixture:
         for source in self.sources.values():
             if source.selection is not None:
                 prefix = source.train_prefix
-                own = [group for group in groups if group.task_id.startswith(prefix)]
-                source.selection.add_groups(step, own)
+                source_groups = [group for group in groups if group.task_id.startswith(prefix)]
+                source.selection.add_groups(step, source_groups)
 
     @property
     def selects_tasks(self) -> bool:
@@ -470,8 +470,10 @@ class TaskSource:
 def prompt_text(task: Task) -> str:
     """Return the text of the user's and the assistant's messages."""
     # Developer messages are left out, because many tasks have the same ones.
-    asked = [message for message in task.messages if message["role"] not in ("system", "developer")]
-    return "\n".join(content_text(message) for message in asked or task.messages)
+    messages = [
+        message for message in task.messages if message["role"] not in ("system", "developer")
+    ]
+    return "\n".join(content_text(message) for message in messages or task.messages)
 
 
 @lru_cache(maxsize=8)

@@ -208,15 +208,15 @@ class EpisodeReader:
         ]
         self._scan([key for key in keys if key not in hits], text, hits, deadline)
 
-        found = [np.zeros(0, np.int64)]
+        matches = [np.zeros(0, np.int64)]
         searched = 0
         for loaded, group in self._row_groups_newest_first():
             key = (loaded.file.path, loaded.stamp, group)
             if key in hits:
-                found.append(hits[key])
+                matches.append(hits[key])
                 first = int(loaded.row_ends[group - 1]) if group > 0 else 0
                 searched += int(loaded.row_ends[group]) - first
-        return TextSearch(np.concatenate(found), searched, self.summary_table.num_rows)
+        return TextSearch(np.concatenate(matches), searched, self.summary_table.num_rows)
 
     def _scan(
         self, keys: list[_RowGroup], text: str, hits: dict[_RowGroup, np.ndarray], deadline: float
@@ -280,14 +280,14 @@ def _ids_with_text(path: Path, row_group: int, text: str) -> np.ndarray:
         # The file was merged, and the new file is searched, too.
         return np.zeros(0, np.int64)
 
-    found = []
+    matches = []
     for batch in table.to_batches():
         turns = batch.column("turns")
         is_hit = _contains(turns.flatten().field("text"), text)
         rows = pc.list_parent_indices(turns).filter(is_hit).to_numpy()
         # Several turns of one episode may contain the text.
-        found.append(batch.column("id").to_numpy()[np.unique(rows)])
-    return np.concatenate(found)
+        matches.append(batch.column("id").to_numpy()[np.unique(rows)])
+    return np.concatenate(matches)
 
 
 def _contains(texts: pa.StringArray, text: str) -> pa.BooleanArray:

@@ -12,7 +12,7 @@ class Progress(Protocol):
         """Receive the name of the phase that starts."""
         ...
 
-    def episodes(self, ended: int, wanted: int) -> None:
+    def episodes(self, ended: int, total: int) -> None:
         """Receive the phase's number of finished episodes, and the total number."""
         ...
 
@@ -35,7 +35,7 @@ class SilentProgress:
     def phase(self, name: str) -> None:
         pass
 
-    def episodes(self, ended: int, wanted: int) -> None:
+    def episodes(self, ended: int, total: int) -> None:
         pass
 
     def note(self, message: str) -> None:

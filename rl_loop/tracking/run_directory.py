@@ -155,12 +155,12 @@ class RunDirectory:
 
         A process that holds the run's lock, and is not writing any, may delete them.
         """
-        found: list[Path] = []
+        partial_paths: list[Path] = []
         for root in (self.checkpoints, self.critic_checkpoints, self.adapters):
-            found += root.glob(f"*{PARTIAL}")
+            partial_paths += root.glob(f"*{PARTIAL}")
         # The old export stays, because the new one may never be completed.
         exports = [path for path in self._leftover_export_paths() if path.name.endswith(PARTIAL)]
-        return found + [path for path in exports if path.exists()]
+        return partial_paths + [path for path in exports if path.exists()]
 
     @property
     def has_begun(self) -> bool:

@@ -30,8 +30,8 @@ class LocalRank:
     def call(
         self, method: str, arguments: Sequence[tuple[Any, ...]], result_ranks: Sequence[int]
     ) -> list[Any]:
-        (own,) = arguments
-        return [getattr(self.worker, method)(*own)]
+        (argument,) = arguments
+        return [getattr(self.worker, method)(*argument)]
 
     def call_and_store(self, method: str) -> Callable[[], Any]:
         (result,) = self.call(method, [()], [0])

@@ -139,13 +139,13 @@ class StepPlan:
         mini_batches = []
         # Rows count over all mini-batches, because ``RankInputs.samples`` has their sequences in
         # order.
-        taken = 0
+        start = 0
         for plan in self.mini_batches:
             sample_ids = plan.schedule.micro_batches[rank]
             rows = []
             for micro_batch in sample_ids:
-                rows.append(range(taken, taken + len(micro_batch)))
-                taken += len(micro_batch)
+                rows.append(range(start, start + len(micro_batch)))
+                start += len(micro_batch)
             chosen = list(plan.sequences)
             own_episodes = None if episodes is None else episodes[chosen]
             mini_batches.append(RankMiniBatch(rows, sample_ids, loss_tokens[chosen], own_episodes))

@@ -31,19 +31,19 @@ def take_tokens(
     Returns:
         None if there are no results, as on pipeline stages before the last.
     """
-    taken = [update.token_values for update in updates]
+    token_values = [update.token_values for update in updates]
     # The driver reads the statistics of rank 0 only, but these values belong to this rank's
     # tokens.
     for update in updates:
         update.token_values = {}
     # Stages before the last do not compute log-probs.
-    if not any(taken):
+    if not any(token_values):
         return None
 
     columns = {}
     for name in RETURNED_VALUES:
         # Empty mini-batches have no update, so updates are matched with the others in order.
-        update_results = iter(taken)
+        update_results = iter(token_values)
         rows: list[torch.Tensor] = []
         for mini_batch, batches in zip(inputs.mini_batches, packed, strict=True):
             # Without an update there are no values. NaN marks them, so that they enter no mean

@@ -245,17 +245,17 @@ def check_mxfp4_experts(trainer: CheckedTrainer, engines: CheckedEngines, versio
         CanaryError: if a matrix differs. The message names the first one.
     """
     # The engines come first: if they have no digests, the trainer need not compute its own.
-    held = engines.mxfp4_digests()
-    if not held:
+    engine_digests = engines.mxfp4_digests()
+    if not engine_digests:
         return {}
 
     expected = trainer.mxfp4_digests()
-    for worker, found in enumerate(held):
-        name = first_difference(expected, found)
+    for worker, digests in enumerate(engine_digests):
+        name = first_difference(expected, digests)
         if name is not None:
             raise CanaryError(
                 f"tensor {name}: its MXFP4 values on rollout worker {worker} differ from those of the "
-                f"trainer after the sync of weights {version} (digest {found.get(name, 'none')}, "
+                f"trainer after the sync of weights {version} (digest {digests.get(name, 'none')}, "
                 f"expected {expected.get(name, 'none')}). The run has not trained on this version. "
                 "Continue from the last checkpoint with --resume"
             )

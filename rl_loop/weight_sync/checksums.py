@@ -98,10 +98,10 @@ class WeightSample:
         for parameter, expected in self._expected.items():
             for rank in known:
                 # A parameter without a checksum on the server is a difference, too.
-                found = rank.checksums.get(parameter)
-                if found != expected[rank.rank]:
+                actual = rank.checksums.get(parameter)
+                if actual != expected[rank.rank]:
                     names = ", ".join(self._sources[parameter])
-                    if found is not None and " " in found:
-                        return f"{names} ({found})"
+                    if actual is not None and " " in actual:
+                        return f"{names} ({actual})"
                     return names
         return None

@@ -109,9 +109,9 @@ class DenseModelConfig(ModelConfig):
 
         # Each family writes the keys that its files usually have.
         if self.model_type == "llama":
-            own = {"attention_bias": False, "mlp_bias": False}
+            family_fields = {"attention_bias": False, "mlp_bias": False}
         else:
-            own = {"use_sliding_window": False}
+            family_fields = {"use_sliding_window": False}
         return {
             "architectures": [_ARCHITECTURES[self.model_type]],
             "model_type": self.model_type,
@@ -131,7 +131,7 @@ class DenseModelConfig(ModelConfig):
             "hidden_act": "silu",
             "attention_dropout": 0.0,
             "use_cache": True,
-            **own,
+            **family_fields,
             **extra,
         }
 

@@ -76,7 +76,7 @@ def _explain_scores(check_run: CheckRun) -> FaultExplanation:
     # Long sequences take most of the time, so evaluate them only with the faults that remain.
     near = [*check_run.sequences.short, *check_run.sequences.window]
     start = EXACT
-    found: tuple[ModelFault, ...] = ()
+    causes: tuple[ModelFault, ...] = ()
     before = gap(
         check_run.log_probs(check_run.sequences.all),
         check_run.expected(check_run.sequences.all, EXACT),
@@ -91,7 +91,7 @@ def _explain_scores(check_run: CheckRun) -> FaultExplanation:
             EXACT,
         )
         start = explanation.variant
-        found = explanation.faults
+        causes = explanation.faults
 
     # Only faults of positions (YaRN, windows) are visible in long sequences alone.
     if not _agrees(check_run, check_run.sequences.long, start):
@@ -104,7 +104,7 @@ def _explain_scores(check_run: CheckRun) -> FaultExplanation:
             start,
         )
         start = far.variant
-        found = (*found, *far.faults)
+        causes = (*causes, *far.faults)
 
     after = gap(
         check_run.log_probs(check_run.sequences.all),
@@ -113,7 +113,7 @@ def _explain_scores(check_run: CheckRun) -> FaultExplanation:
     # Judge by the criterion of the check, not by the mean that the search minimizes.
     groups = (check_run.sequences.short, check_run.sequences.window, check_run.sequences.long)
     is_complete = all(_agrees(check_run, group, start) for group in groups)
-    return FaultExplanation(found, start, before, after, is_complete)
+    return FaultExplanation(causes, start, before, after, is_complete)
 
 
 def _strict_limit(check_run: CheckRun, sequences: Sequence[ProbeSequence]) -> float:

@@ -32,7 +32,7 @@ def check_gradients(check_run: CheckRun) -> CheckResult:
         return CheckResult("gradients", title, CheckOutcome.FAILED, summary, cause)
 
     rounded = check_run.gradients(sequences, EXACT, "rounded")
-    own_error = _relative(rounded, check_run.gradients(sequences, EXACT))
+    rounding_errors = _relative(rounded, check_run.gradients(sequences, EXACT))
     errors = _relative(actual, expected)
     known = (*faults.SINK_GRADIENTS, *faults.OTHER_GRADIENTS)
     with_fault = {}
@@ -44,7 +44,7 @@ def check_gradients(check_run: CheckRun) -> CheckResult:
         # A fault of the backward pass moves few tensors, such as the sinks, so inspect these.
         moved = _relative(with_fault[fault], expected)
         names = sorted(moved, key=lambda name: -moved[name])[:MOVED_TENSORS]
-        limit = max(_gradient_limit(check_run, own_error[name]) for name in names)
+        limit = max(_gradient_limit(check_run, rounding_errors[name]) for name in names)
         visible = float(np.median([moved[name] for name in names]))
         deviation = float(np.median([errors[name] for name in names]))
         visibilities.append(
@@ -53,8 +53,10 @@ def check_gradients(check_run: CheckRun) -> CheckResult:
             )
         )
 
-    table = _gradient_table(check_run, errors, own_error)
-    wrong = [name for name in errors if errors[name] > _gradient_limit(check_run, own_error[name])]
+    table = _gradient_table(check_run, errors, rounding_errors)
+    wrong = [
+        name for name in errors if errors[name] > _gradient_limit(check_run, rounding_errors[name])
+    ]
     worst = max(errors, key=lambda name: errors[name])
     if not wrong:
         summary = f"{len(errors)} tensors, relative error {errors[worst]:.1e} at most ({worst})"
@@ -89,11 +91,11 @@ def _missing_gradients(missing: Sequence[str]) -> tuple[DiagnosedFault, ...]:
 def _relative(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> dict[str, float]:
     """Return the relative error of every tensor."""
     errors = {}
-    for name, wanted in expected.items():
+    for name, expected_gradient in expected.items():
         gradient = actual[name].detach().to("cpu", torch.float64)
-        difference = (gradient - wanted.double()).norm()
+        difference = (gradient - expected_gradient.double()).norm()
         # A gradient that should be zero has the norm 0.
-        errors[name] = float(difference / wanted.double().norm().clamp(min=1e-30))
+        errors[name] = float(difference / expected_gradient.double().norm().clamp(min=1e-30))
     return errors
 
 
@@ -103,12 +105,12 @@ def _mean_error(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> float
     return float(np.mean([min(error, 2.0) for error in _relative(actual, expected).values()]))
 
 
-def _gradient_limit(check_run: CheckRun, own_error: float) -> float:
-    return max(3 * own_error, GRADIENT_FLOORS[check_run.precision])
+def _gradient_limit(check_run: CheckRun, rounding_error: float) -> float:
+    return max(3 * rounding_error, GRADIENT_FLOORS[check_run.precision])
 
 
 def _gradient_table(
-    check_run: CheckRun, errors: dict[str, float], own: dict[str, float]
+    check_run: CheckRun, errors: dict[str, float], rounding_errors: dict[str, float]
 ) -> tuple[tuple[str, ...], ...]:
     """Return the table of the largest relative error by kind of tensor."""
     kinds: dict[str, list[str]] = {}
@@ -119,5 +121,5 @@ def _gradient_table(
     rows: list[tuple[str, ...]] = [("", "relative error", "in its precision")]
     for kind, names in kinds.items():
         largest = max(errors[name] for name in names)
-        rows.append((kind, f"{largest:.1e}", f"{max(own[name] for name in names):.1e}"))
+        rows.append((kind, f"{largest:.1e}", f"{max(rounding_errors[name] for name in names):.1e}"))
     return tuple(rows)

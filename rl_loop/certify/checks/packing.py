@@ -29,12 +29,12 @@ def check_packing(check_run: CheckRun) -> CheckResult:
         # Without a leak a sequence does not depend on its row, so use the results for it alone.
         if not variant.leaky_packing:
             return check_run.expected(sequences, variant)
-        whole = check_run.exact.evaluate(row, variant, starts=starts).log_probs
+        packed = check_run.exact.evaluate(row, variant, starts=starts).log_probs
         pieces = []
         for start, sequence in zip(starts, ids, strict=True):
             # Leave out the log-prob of the next sequence's first token, which follows each
             # sequence.
-            pieces.append(whole[start : start + len(sequence) - 1])
+            pieces.append(packed[start : start + len(sequence) - 1])
         return torch.cat(pieces)
 
     noise = check_run.noise(sequences)

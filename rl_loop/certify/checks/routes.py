@@ -71,8 +71,8 @@ def _route_causes(
     def share(change: Callable[[np.ndarray], np.ndarray]) -> float:
         """Return the share of routes that are correct after ``change``."""
         same = []
-        for actual, wanted in zip(returned, expected, strict=True):
-            is_equal = np.sort(change(actual), -1) == np.sort(wanted, -1)
+        for actual, correct in zip(returned, expected, strict=True):
+            is_equal = np.sort(change(actual), -1) == np.sort(correct, -1)
             same.append(is_equal.all(-1).mean())
         return float(np.mean(same))
 
@@ -108,11 +108,11 @@ def check_given_routes(check_run: CheckRun) -> CheckResult:
             pieces.append(reference.evaluate(sequence, variant, routes=chosen).log_probs)
         return torch.cat(pieces)
 
-    wanted = expected(check_run.exact, True, check_run.explanation)
+    expected_log_probs = expected(check_run.exact, True, check_run.explanation)
     noise = (
         expected(check_run.rounded, True, EXACT) - expected(check_run.exact, True, EXACT)
     ).abs()
-    distance = gap(actual, wanted)
+    distance = gap(actual, expected_log_probs)
     limit = check_run.mean_limit(noise)
     summary = f"tokens differ by {distance:.1e} nats on average. Precision explains {limit:.1e}"
     if distance <= limit:

@@ -86,10 +86,10 @@ class TransformersModel(ModelImplementation):
             routes: int64 [n - 1, layers, top_k] for each sequence of n tokens.
         """
         results = []
-        for sequence, given in zip(sequences, routes, strict=True):
+        for sequence, experts in zip(sequences, routes, strict=True):
             with ExitStack() as hooks:
                 for layer, router in enumerate(self.routers):
-                    route = torch.as_tensor(given[:, layer], device=self.device)
+                    route = torch.as_tensor(experts[:, layer], device=self.device)
                     hook = router.register_forward_hook(_RouteOverride(route))
                     hooks.callback(hook.remove)
                 results.append(ScoredSequence(self._log_probs(sequence).tolist()))

@@ -204,15 +204,15 @@ class TransformersEngine:
         """Return the mean difference of log-probs from fp32 weights, None if memory is too small."""
         rounded = self._scheduler.score(tokens, temperature=1.0)
         # Only the data is exchanged. A second model would need twice the memory.
-        held = {parameter: parameter.data for parameter in self._model.parameters()}
+        original = {parameter: parameter.data for parameter in self._model.parameters()}
         try:
-            for parameter, data in held.items():
+            for parameter, data in original.items():
                 parameter.data = data.float()
             exact = self._scheduler.score(tokens, temperature=1.0)
         except torch.OutOfMemoryError:
             return None
         finally:
-            for parameter, data in held.items():
+            for parameter, data in original.items():
                 parameter.data = data
         differences = [abs(a - b) for a, b in zip(rounded, exact, strict=True)]
         return sum(differences) / len(differences)

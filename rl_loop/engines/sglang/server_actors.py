@@ -172,11 +172,11 @@ class ServerActors:
     @staticmethod
     def begin_syncs(servers: dict[Any, ServerStatus]) -> dict[Any, ServerStatus]:
         """Take ``servers`` out of service. Return those whose process has not changed."""
-        begun = {}
+        started = {}
         for actor, status in servers.items():
             if _ask(actor.begin_sync.remote(status.incarnation)):
-                begun[actor] = status
-        return begun
+                started[actor] = status
+        return started
 
     @staticmethod
     def end_sync(actor: Any, status: ServerStatus, version: int | None) -> None:

@@ -62,15 +62,15 @@ class ToolServerConfig(BaseModel):
 
     @model_validator(mode="after")
     def _check_transport(self) -> Self:
-        given = [transport for transport in TRANSPORTS if getattr(self, transport) is not None]
-        if len(given) != 1:
-            listed = " and ".join(given) or "none"
+        transports = [transport for transport in TRANSPORTS if getattr(self, transport) is not None]
+        if len(transports) != 1:
+            listed = " and ".join(transports) or "none"
             raise ValueError(
                 f"a tool server needs one of {', '.join(TRANSPORTS)}, but has {listed}"
             )
 
         # A key without effect is an error, because a user would rely on it.
-        [transport] = given
+        [transport] = transports
         if transport != "command" and (self.env or self.cwd is not None):
             raise ValueError(f"env and cwd need a command, but this server has {transport}")
         if transport != "url" and self.headers:

@@ -79,10 +79,10 @@ class ToolBox:
     async def close(self) -> None:
         """Disconnect from the servers of the episode. Later calls do nothing."""
         # Connections of shared servers serve other episodes, too.
-        own = [c for c in self._connections if not c.config.shared]
+        unshared = [c for c in self._connections if not c.config.shared]
         self._connections = []
         self._tools = {}
-        await asyncio.gather(*(connection.close() for connection in own))
+        await asyncio.gather(*(connection.close() for connection in unshared))
 
     def offered(self) -> list[Tool]:
         """Return the tools for the prompt."""
@@ -132,9 +132,9 @@ def named_tools(connections: list[ServerConnection]) -> dict[str, BoxedTool]:
         known = [tool.name for tool in connection.tools]
         missing = [name for name in chosen or () if name not in known]
         if missing:
-            has = ", ".join(known) or "none"
+            available = ", ".join(known) or "none"
             raise ValueError(
-                f"tool server {connection.name} has no tool {missing[0]!r}. Its tools: {has}"
+                f"tool server {connection.name} has no tool {missing[0]!r}. Its tools: {available}"
             )
 
         for tool in connection.tools:
