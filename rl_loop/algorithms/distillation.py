@@ -15,7 +15,7 @@ import torch
 
 from rl_loop.algorithms.choices import DivergenceLoss, JsdDistillation, ReverseKlDistillation
 
-MIN_REST = 1e-4
+MIN_OTHER_PROBABILITY = 1e-4
 """Probability of all tokens outside of the top k that counts. A smaller one is mostly rounding
 error, because it is 1 minus a sum in fp32."""
 
@@ -24,12 +24,12 @@ Divergence = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 @dataclass(frozen=True)
-class Events:
-    """A distribution over the events."""
+class TopKDistribution:
+    """Distribution over k tokens, and all other tokens as one event."""
 
     log_probs: torch.Tensor
     """[tokens, k]: log-probs of the k tokens, in nats."""
-    rest: torch.Tensor
+    other_probability: torch.Tensor
     """[tokens]: probability of all other tokens. A rounded difference, which may be 0 or
     negative."""
 
@@ -38,27 +38,30 @@ class Events:
         """Return the distribution with the log-probs [tokens, k]."""
         return cls(log_probs, 1 - log_probs.exp().sum(-1))
 
-    def mixture(self, other: "Events", share: float) -> "Events":
+    def mixture(self, other: "TopKDistribution", share: float) -> "TopKDistribution":
         """Return share x self + (1 - share) x other."""
         log_probs = torch.logaddexp(
             self.log_probs + math.log(share), other.log_probs + math.log(1 - share)
         )
-        return Events(log_probs, share * self.rest + (1 - share) * other.rest)
+        return TopKDistribution(
+            log_probs, share * self.other_probability + (1 - share) * other.other_probability
+        )
 
-    def kl(self, other: "Events") -> torch.Tensor:
+    def kl(self, other: "TopKDistribution") -> torch.Tensor:
         """Return KL(self || other) in nats, [tokens].
 
-        With a and b as the two distributions, and r_a and r_b as their rests:
+        With a and b as the two distributions, and r_a and r_b as their ``other_probability``:
 
             KL = sum_k a (log a - log b) + r_a (log r_a - log r_b)
         """
-        inside = (self.log_probs.exp() * (self.log_probs - other.log_probs)).sum(-1)
-        counts = self.rest > MIN_REST
-        # Where the rest does not count, 1 replaces it, so that no gradient is NaN.
-        rest = torch.where(counts, self.rest, 1.0)
+        top_k_sum = (self.log_probs.exp() * (self.log_probs - other.log_probs)).sum(-1)
+        counts = self.other_probability > MIN_OTHER_PROBABILITY
+        # 1 replaces a probability that does not count, so that no gradient is NaN.
+        r_a = torch.where(counts, self.other_probability, 1.0)
         # The clamp keeps the logarithm of a rounded difference finite.
-        other_rest = torch.where(counts, other.rest, 1.0).clamp_min(1e-2 * MIN_REST)
-        return inside + rest * (rest.log() - other_rest.log())
+        r_b = torch.where(counts, other.other_probability, 1.0)
+        r_b = r_b.clamp_min(1e-2 * MIN_OTHER_PROBABILITY)
+        return top_k_sum + r_a * (r_a.log() - r_b.log())
 
 
 def forward_kl(log_probs: torch.Tensor, teacher_log_probs: torch.Tensor) -> torch.Tensor:
@@ -79,7 +82,7 @@ def forward_kl(log_probs: torch.Tensor, teacher_log_probs: torch.Tensor) -> torc
         >>> forward_kl(torch.tensor([[0.2, 0.7]]).log(), teacher)
         tensor([0.6264])
     """
-    return Events.of(teacher_log_probs).kl(Events.of(log_probs))
+    return TopKDistribution.of(teacher_log_probs).kl(TopKDistribution.of(log_probs))
 
 
 def reverse_kl(log_probs: torch.Tensor, teacher_log_probs: torch.Tensor) -> torch.Tensor:
@@ -87,7 +90,7 @@ def reverse_kl(log_probs: torch.Tensor, teacher_log_probs: torch.Tensor) -> torc
 
     Arguments and result are those of ``forward_kl``.
     """
-    return Events.of(log_probs).kl(Events.of(teacher_log_probs))
+    return TopKDistribution.of(log_probs).kl(TopKDistribution.of(teacher_log_probs))
 
 
 def jensen_shannon(
@@ -107,7 +110,7 @@ def jensen_shannon(
     Returns:
         [tokens], in nats.
     """
-    policy, teacher = Events.of(log_probs), Events.of(teacher_log_probs)
+    policy, teacher = TopKDistribution.of(log_probs), TopKDistribution.of(teacher_log_probs)
     mixture = teacher.mixture(policy, beta)
     return beta * teacher.kl(mixture) + (1 - beta) * policy.kl(mixture)
 

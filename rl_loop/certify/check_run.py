@@ -67,7 +67,7 @@ class CheckRun:
     explanation: FaultyVariant = EXACT
     """Faults that were found, as one variant. Later checks compare with it, so that one fault is
     not reported as another."""
-    found: list[ModelFault] = field(default_factory=list)
+    found_faults: list[ModelFault] = field(default_factory=list)
     memory: ResultCache = field(default_factory=ResultCache)
     _scored: dict[tuple[int, ...], ScoredSequence] = field(default_factory=dict)
 

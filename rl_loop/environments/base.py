@@ -387,11 +387,11 @@ class Environment:
         """Return the external agent of the episode, if uses_external_agent."""
         raise NotImplementedError
 
-    def to_reward(self, given: object) -> StepResult:
+    def to_reward(self, value: object) -> StepResult:
         """Return the end of an external agent's episode.
 
         Args:
-            given: value that the agent returned or sent as its reward.
+            value: reward that the agent returned or sent.
 
         Raises:
             InfrastructureError: if the value is not a reward.

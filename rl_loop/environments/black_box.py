@@ -110,8 +110,8 @@ class BlackBoxEnvironment(Environment):
             "environment", "an external agent scores this episode, not the agent loop"
         )
 
-    def to_reward(self, given: object) -> StepResult:
-        numbers = read_parts(given, self.options.parts, self.options.agent)
+    def to_reward(self, value: object) -> StepResult:
+        numbers = read_parts(value, self.options.parts, self.options.agent)
         return with_parts(self.end_with_score(numbers["score"]), numbers)
 
     def end_truncated(self) -> StepResult:

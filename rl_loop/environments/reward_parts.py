@@ -19,18 +19,18 @@ def check_parts(parts: list[str]) -> list[str]:
     return parts
 
 
-def read_parts(given: object, parts: Sequence[str], giver: str) -> dict[str, float]:
+def read_parts(reward: object, parts: Sequence[str], giver: str) -> dict[str, float]:
     """Return the score and the further parts of a reward.
 
     Args:
-        given: reward: a number, or a mapping with "score" and ``parts``.
+        reward: a number, or a mapping with "score" and ``parts``.
         parts: expected names.
         giver: function that returned the reward, for messages.
 
     Raises:
         InfrastructureError: if names are missing or unexpected, or a value is not a finite number.
     """
-    named = given if isinstance(given, Mapping) else {"score": given}
+    named = reward if isinstance(reward, Mapping) else {"score": reward}
     expected = {"score", *parts}
     # GDPO compares each part over episodes, so every episode needs exactly these.
     if set(named) != expected:

@@ -44,7 +44,7 @@ def check_agreement(check_run: CheckRun) -> CheckResult:
         # Later checks compare with this variant, so that none reports these faults
         # under another name.
         check_run.explanation = explanation.variant
-        check_run.found = list(explanation.faults)
+        check_run.found_faults = list(explanation.faults)
     summary = describe(explanation)
     causes = list_causes(explanation)
     return CheckResult("agreement", title, CheckOutcome.FAILED, summary, causes, table=table)

@@ -31,20 +31,20 @@ class ForwardCheck:
         """Search for each fault in the sequences of this check."""
         sequences = getattr(check_run.sequences, self.probes)
         possible = self.list_faults(check_run)
-        found = [fault for fault in check_run.found if fault in possible]
+        known = [fault for fault in check_run.found_faults if fault in possible]
         # The agreement check has found a fault of this check. Report it here as well.
-        if found:
+        if known:
             # Compare with EXACT, because the reference with the fault would show no deviation.
             visibilities = check_run.visibilities(possible, sequences, EXACT)
-            names = " and ".join(fault.name for fault in found)
-            causes = tuple(DiagnosedFault(fault.name, fault.source) for fault in found)
+            names = " and ".join(fault.name for fault in known)
+            causes = tuple(DiagnosedFault(fault.name, fault.source) for fault in known)
             return CheckResult(
                 self.name, self.title, CheckOutcome.FAILED, names, causes, visibilities
             )
 
         # Compare with the faults that were found elsewhere, so that they do not count here.
         visibilities = check_run.visibilities(possible, sequences, check_run.explanation)
-        suffix = " in addition to the faults of other checks" if check_run.found else ""
+        suffix = " in addition to the faults of other checks" if check_run.found_faults else ""
         return judge_visibilities(self.name, self.title, visibilities, suffix)
 
 
