@@ -53,7 +53,7 @@ def next_layer(kind: str, config: ModelConfig) -> int:
     return (last + 1) % config.num_layers
 
 
-def remember_layer(kind: str, config: ModelConfig, layer: int) -> None:
+def save_compared_layer(kind: str, config: ModelConfig, layer: int) -> None:
     """Store the layer whose experts were compared."""
     # An unwritable cache must not fail a correct conversion.
     with contextlib.suppress(OSError):

@@ -25,7 +25,7 @@ from converters.model_extras import ModelExtras, read_extras
 from converters.mxfp4_export import quantize
 from converters.names import parameter_mappings, stack_experts
 from converters.ordered_map import Progress, ordered_map
-from converters.reference.mxfp4 import defined_values, nearest, some_rows
+from converters.reference.mxfp4 import defined_values, nearest, sampled_rows
 from converters.reports import MergeReport, MergeRoundingError, UpdateRoundingError
 from converters.torch_dist import ExportFormat
 from gptoss_kernels import mxfp4
@@ -144,7 +144,7 @@ class _Quantized:
     """Blocks and scales by stored name."""
     error: MergeRoundingError
     exact: torch.Tensor
-    """``some_rows`` of the matrix before quantization, bf16 [rows, in]."""
+    """``sampled_rows`` of the matrix before quantization, bf16 [rows, in]."""
 
 
 @dataclass(frozen=True)
@@ -275,7 +275,7 @@ class _Merger:
         digest = parameter_digest(mapping, base)
 
         # QKV is one parameter with up to three adapters, every other parameter has at most one.
-        kinds = self._kinds(mapping)
+        kinds = self._adapter_kinds(mapping)
         updates: list[UpdateRoundingError] = []
         if len(kinds) > 1:
             # Queries, keys and values have the same orientation in both layouts.
@@ -298,7 +298,7 @@ class _Merger:
         named_parts = dict(zip(mapping.hf_names, converted, strict=True))
         return _Merged(mapping, named_parts, digest, quantized=None, updates=updates)
 
-    def _kinds(self, mapping: ParameterMapping) -> tuple[str, ...]:
+    def _adapter_kinds(self, mapping: ParameterMapping) -> tuple[str, ...]:
         """Return the kinds of adapters that the parameter may have."""
         for ending, kinds in KINDS.items():
             if mapping.name.endswith(ending):
@@ -369,7 +369,7 @@ class _Merger:
             squared_update=float(update.square().sum()),
         )
         # Only these rows are compared later, so the matrix can be freed.
-        return _Quantized(parts, error, some_rows(merged.mT))
+        return _Quantized(parts, error, sampled_rows(merged.mT))
 
 
 def _check_by_definition(directory: Path, mapping: ParameterMapping, quantized: _Quantized) -> None:
@@ -379,7 +379,7 @@ def _check_by_definition(directory: Path, mapping: ParameterMapping, quantized: 
         ConversionError: naming tensor and expert.
     """
     # A comparison with the codec itself would miss a mistake that the codec makes twice.
-    blocks, scales = (some_rows(tensor) for tensor in quantized.parts.values())
+    blocks, scales = (sampled_rows(tensor) for tensor in quantized.parts.values())
     if not nearest(defined_values(blocks, scales), quantized.exact, scales):
         raise ConversionError(
             f"{directory}: the MXFP4 values of {mapping.hf_names[0]}, expert {mapping.expert}, are "

@@ -241,9 +241,9 @@ class PeftDirectory:
             )
         # Both matrices together always decide, because at most one of gate_up_proj and down_proj is
         # square.
-        return not self._fit(mappings) and self._fit(exchanged)
+        return not self._shapes_match(mappings) and self._shapes_match(exchanged)
 
-    def _fit(self, mappings: list[AdapterMapping]) -> bool:
+    def _shapes_match(self, mappings: list[AdapterMapping]) -> bool:
         for mapping in mappings:
             for name, shape in zip(mapping.names, mapping.peft_shapes, strict=True):
                 entry = self._weights.entries.get(name)

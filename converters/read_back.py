@@ -30,7 +30,7 @@ from pathlib import Path
 import torch
 
 from converters.bits import TensorRange, as_bytes, same_bits, same_in_files
-from converters.compared_parameters import ComparedParameters, remember_layer
+from converters.compared_parameters import ComparedParameters, save_compared_layer
 from converters.errors import ConversionError
 from converters.hf_directory import HfDirectory
 from converters.hf_layouts import is_expert_matrix
@@ -40,7 +40,7 @@ from converters.mxfp4_export import quantize
 from converters.mxfp4_tensors import stored_names
 from converters.names import parameter_mappings
 from converters.ordered_map import Progress, ordered_map
-from converters.reference.mxfp4 import defined_values, nearest, some_rows
+from converters.reference.mxfp4 import defined_values, nearest, sampled_rows
 from converters.reports import ExportReport, ReadBackResult, RoundingError
 from megatron_gptoss.config import ModelConfig
 from megatron_gptoss.durable_files import directory_syncing
@@ -134,8 +134,8 @@ class _ImportComparison:
         packed = self.source.read_mxfp4(name, expert)
         if packed is not None:
             blocks, scales = packed
-            defined = defined_values(some_rows(blocks), some_rows(scales))
-            where.require_same(name, some_rows(part.mT), defined.to(part.dtype))
+            defined = defined_values(sampled_rows(blocks), sampled_rows(scales))
+            where.require_same(name, sampled_rows(part.mT), defined.to(part.dtype))
 
 
 # -- exports -----------------------------------------------------------------------------------
@@ -285,9 +285,9 @@ class _ExportComparison:
             where.require_same(stored_name, written, values)
 
         # The codec computed both sides above. The definition is independent of it.
-        blocks, scales = (some_rows(tensor) for tensor in packed)
+        blocks, scales = (sampled_rows(tensor) for tensor in packed)
         defined = defined_values(blocks, scales)
-        exact = some_rows(matrix.mT.to(torch.bfloat16))
+        exact = sampled_rows(matrix.mT.to(torch.bfloat16))
         # The reference's bytes must be lossless. Otherwise only the format's rounding is allowed.
         is_exact = torch.equal(defined, exact.float())
         if (error.changed == 0 and not is_exact) or not nearest(defined, exact, scales):
@@ -373,7 +373,7 @@ def _compare_parameters[Result](
 
     Args:
         compare: compares one parameter and raises ConversionError if it differs.
-        kind: kind of conversion, for ``compared_parameters.remember_layer``.
+        kind: kind of conversion, for ``compared_parameters.save_compared_layer``.
         config: model configuration.
         partial: directory that does not have its final name yet.
         compared: parameters to compare.
@@ -401,7 +401,7 @@ def _compare_parameters[Result](
 
     # Remember the layer after success only, so that a wrong layer is compared again next time.
     if compared.layer is not None:
-        remember_layer(kind, config, compared.layer)
+        save_compared_layer(kind, config, compared.layer)
 
     # The sync takes its time without the comparison, too. Count only the time beyond it.
     waited_for_disk = min(max(0.0, synced - began), ended - began)

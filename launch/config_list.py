@@ -89,7 +89,7 @@ def listed_configs(commands: Sequence[str], fits: str | None = None) -> list[Lis
     rows = []
     for command in commands:
         for path in shipped_files(command):
-            about = _about(path, command)
+            about = _config_facts(path, command)
             try:
                 config = load_run_config(path, command)
             except ConfigError as error:
@@ -126,7 +126,7 @@ def _hardware(fits: str | None, configured: float | None) -> Hardware:
     return planned_hardware(gigabytes=gigabytes)
 
 
-def _about(path: Path, command: str) -> dict[str, Any]:
+def _config_facts(path: Path, command: str) -> dict[str, Any]:
     """Return the fields of ListedConfig that do not need a valid configuration."""
     header = path.read_text().split("\nname:")[0]
     text = " ".join(line.removeprefix("#").strip() for line in header.splitlines())

@@ -66,7 +66,7 @@ class LoopPrediction:
             return "trainer"
         return "engines" if seconds == self.engine_seconds else "rollout"
 
-    def trainer_idle(self, staleness: int) -> float:
+    def trainer_idle_fraction(self, staleness: int) -> float:
         """Return the predicted fraction of a step in which the trainer waits for episodes."""
         return 1 - self.update_seconds / self.step_seconds(staleness)
 
@@ -266,7 +266,7 @@ def loop_plan(
             "  "
             f"{staleness:13}{seconds:10.1f}{sequential / seconds:8.2f}"
             f"{prediction.tokens_per_second(staleness):14.0f}"
-            f"{prediction.trainer_idle(staleness):14.0%}"
+            f"{prediction.trainer_idle_fraction(staleness):14.0%}"
             f"{prediction.engines_idle(staleness):14.0%} "
             f" {prediction.bound(staleness)}"
         )

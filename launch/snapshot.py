@@ -123,8 +123,8 @@ def write_snapshot(archive: Path, texts: dict[str, str]) -> Path:
 def _files_of_checkout() -> dict[str, Path]:
     """Return the checkout's files, except ignored files and keys, by their path in it."""
     # Tracked files are never left out, because the user has added them to git.
-    tracked = _listed("--cached")
-    untracked = _listed("--others", "--exclude-standard")
+    tracked = _list_files("--cached")
+    untracked = _list_files("--others", "--exclude-standard")
     secrets = sorted(name for name, file in untracked.items() if _looks_secret(name, file))
     for name in secrets:
         logger.warning(
@@ -135,7 +135,7 @@ def _files_of_checkout() -> dict[str, Path]:
     return tracked | {name: untracked[name] for name in untracked if name not in secrets}
 
 
-def _listed(*options: str) -> dict[str, Path]:
+def _list_files(*options: str) -> dict[str, Path]:
     """Return files that ``git ls-files`` lists, by their path in the checkout."""
     names = _git("ls-files", *options, "-z").split("\0")
     # A deleted file is still listed, and the list ends with an empty name.

@@ -48,7 +48,7 @@ def new_directory(final: Path, overwrite: bool = False) -> Iterator[Path]:
         yield partial
         publish(final)
     except OSError as error:
-        raise _cannot_be_written(final, error) from error
+        raise _write_failure(final, error) from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)
 
@@ -109,7 +109,7 @@ def is_partial(path: Path) -> bool:
     return path.name.endswith(PARTIAL)
 
 
-def _cannot_be_written(final: Path, error: OSError) -> DirectoryError:
+def _write_failure(final: Path, error: OSError) -> DirectoryError:
     """Return the error for a directory, with the free space of its file system."""
     parent = next(path for path in final.absolute().parents if path.exists())
     free_mib = shutil.disk_usage(parent).free >> 20

@@ -68,16 +68,16 @@ class StepClock:
     def enter(self, part: str) -> None:
         """Start a part, one of ``parts``."""
         self._parts.append(part)
-        self._mark()
+        self._record_time()
 
     def leave(self) -> None:
         """End the innermost part. The part around it continues."""
         self._parts.pop()
-        self._mark()
+        self._record_time()
 
     def end(self) -> dict[str, float]:
         """End the step and return the seconds by part. Waits for the GPU."""
-        self._mark()
+        self._record_time()
         marks = self._marks or []
         self._marks = None
         # Events have a time only after the GPU has reached them.
@@ -92,7 +92,7 @@ class StepClock:
                 seconds[part] += start.elapsed_time(stop) / 1000
         return seconds
 
-    def _mark(self) -> None:
+    def _record_time(self) -> None:
         """Store the time at which the innermost part starts or continues."""
         if self._marks is None:
             return

@@ -202,7 +202,7 @@ class ForkedPool:
             worker.close()
             raise CallLimitError("processing it takes too much memory")
         # An exception of the function leaves the worker usable.
-        self._keep(worker)
+        self._return_worker(worker)
         if kind == "error":
             raise content
         return content
@@ -214,7 +214,7 @@ class ForkedPool:
         with self._lock:
             return self._idle.pop() if self._idle else None
 
-    def _keep(self, worker: socket.socket) -> None:
+    def _return_worker(self, worker: socket.socket) -> None:
         """Keep a worker for the next question, or end it if enough workers are idle."""
         with self._lock:
             # After `close` there is no server, and the worker is about to be killed.

@@ -355,7 +355,7 @@ def test_predicted_staleness_of_the_20b_equals_the_plan() -> None:
         staleness = int(row["`algorithm.max_staleness`"])
         assert_shown(row["Step, s"], loop.step_seconds(staleness))
         assert_shown(row["tokens/s/GPU"], loop.tokens_per_second(staleness))
-        assert_shown(row["Trainer idle"], loop.trainer_idle(staleness))
+        assert_shown(row["Trainer idle"], loop.trainer_idle_fraction(staleness))
         assert_shown(row["Servers idle"], loop.engines_idle(staleness))
     assert f"{loop.update_seconds:.1f} s and {memory.peak.total / 1e9:.1f} GB" in text
 

@@ -27,7 +27,7 @@ def defined_values(blocks: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     return (signs * magnitudes * _powers(scales)).float().flatten(-2)
 
 
-def some_rows(matrix: torch.Tensor) -> torch.Tensor:
+def sampled_rows(matrix: torch.Tensor) -> torch.Tensor:
     """Return the first, the last and two other rows of a matrix [rows, ...]: [4, ...].
 
     The computation from the definition is too slow for all rows.

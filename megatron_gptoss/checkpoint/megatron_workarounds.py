@@ -138,7 +138,7 @@ def _exchange_whole_master_weights(adam: Any, offloaded: OffloadedState) -> None
 
     # Only the lower half is stored: the bf16 weight, loaded from the same checkpoint, is the upper
     # half. Parameters of other dtypes have whole master weights.
-    def set_whole(weight: torch.Tensor, name: str, state: torch.Tensor) -> None:
+    def set_full_state(weight: torch.Tensor, name: str, state: torch.Tensor) -> None:
         """Set Adam's state of a weight, from a whole fp32 master weight."""
         if name == "master_param" and weight.dtype == torch.bfloat16:
             state = lower_half(state)
@@ -148,7 +148,7 @@ def _exchange_whole_master_weights(adam: Any, offloaded: OffloadedState) -> None
 
     # Attributes of the instance hide the methods of the class.
     adam.get_unscaled_state = get_whole
-    adam.set_scaled_state = set_whole
+    adam.set_scaled_state = set_full_state
 
     # Megatron ignores the state in this dictionary. Transformer Engine's method would copy all of
     # it to fp32; the method of torch does not.

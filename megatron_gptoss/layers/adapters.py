@@ -140,17 +140,17 @@ class LowRank(torch.nn.Module):
             # Drawn by the expert's number in the layer, so that expert parallelism changes no
             # value.
             for a, expert in zip(self.a, self.experts, strict=True):
-                a.copy_(self._draw_a(seed, expert_name(name, expert)))
+                a.copy_(self._random_a(seed, expert_name(name, expert)))
             return
 
         # Every rank draws the whole A and keeps its part, so that no layout changes the values.
-        full_a = self._draw_a(seed, name)
+        full_a = self._random_a(seed, name)
         if self.split == 1:
             group = parallel_state.get_tensor_model_parallel_group()
             full_a = full_a.chunk(group.size(), dim=1)[group.rank()]
         self.a.copy_(full_a)
 
-    def _draw_a(self, seed: int, name: str) -> Tensor:
+    def _random_a(self, seed: int, name: str) -> Tensor:
         """Return the whole A [rank, in] of the adapter ``name``."""
         in_features = self.full_shape[1]
         uniform = torch.rand(self.rank, in_features, generator=named_generator(seed, name))

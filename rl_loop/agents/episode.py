@@ -97,7 +97,7 @@ class AgentRunner:
 
                 try:
                     returned = await self._play(agent, session, is_alone)
-                    return await self._conclude(task_id, environment, session, returned)
+                    return await self._finish_episode(task_id, environment, session, returned)
                 except InfrastructureError as failure:
                     if delay is None or failure.component == "engine":
                         return invalid_episode(task_id, session, failure)
@@ -148,7 +148,7 @@ class AgentRunner:
             returned = replace(returned, is_infrastructure_failure=False)
         return returned
 
-    async def _conclude(
+    async def _finish_episode(
         self,
         task_id: str,
         environment: Environment,

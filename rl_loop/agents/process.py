@@ -190,7 +190,7 @@ class AgentProcess:
         status = await self._process.wait()
 
         self.is_usable = False
-        self._failure = self._failure or _ended(status)
+        self._failure = self._failure or _describe_exit(status)
         # `start` waits for this event, even if the process has ended before its start is complete.
         self._started.set()
         for answer in self._calls.values():
@@ -283,7 +283,7 @@ class AgentProcesses:
         await asyncio.gather(*(process.close() for process in self._all))
 
 
-def _ended(status: int) -> str:
+def _describe_exit(status: int) -> str:
     """Describe the exit status of a process."""
     if status < 0:
         name = signal.Signals(-status).name

@@ -278,7 +278,7 @@ class AlgorithmConfig(StrictModel):
         return {}
 
     @property
-    def used_parts(self) -> set[str]:
+    def used_reward_parts(self) -> set[str]:
         """Names of the reward parts that the advantage or shaping uses."""
         shaped = {term.options["name"] for term in self.shaping.values() if term.type == "part"}
         return shaped | set(self.reward_weights)

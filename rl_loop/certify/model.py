@@ -177,10 +177,10 @@ def designed_weights(config: GptOssModelConfig, seed: int) -> Iterator[tuple[str
     """
     for name, shape in hf_shapes(config).items():
         noise = torch.randn(shape, generator=named_generator(seed, name))
-        yield name, _designed(name, noise, config)
+        yield name, _scale_noise(name, noise, config)
 
 
-def _designed(name: str, noise: Tensor, config: GptOssModelConfig) -> Tensor:
+def _scale_noise(name: str, noise: Tensor, config: GptOssModelConfig) -> Tensor:
     """Scale standard normal ``noise`` to a tensor's distribution."""
     # A projection with this standard deviation keeps the scale of its normalized input.
     width = config.hidden_size**-0.5
@@ -200,7 +200,7 @@ def _designed(name: str, noise: Tensor, config: GptOssModelConfig) -> Tensor:
     layer = int(name.split(".")[2])
     if "self_attn" in name:
         # The window layers of GPT-OSS are the even ones.
-        return _designed_attention(name, noise, config, has_beacon=layer % 2 == 0)
+        return _scale_attention_noise(name, noise, config, has_beacon=layer % 2 == 0)
     if name.endswith("router.weight"):
         return 2 * width * noise
     # Half the size of the other logits, so that it decides which experts are chosen.
@@ -217,7 +217,7 @@ def _designed(name: str, noise: Tensor, config: GptOssModelConfig) -> Tensor:
     return 0.15 * config.intermediate_size**-0.5 * noise
 
 
-def _designed_attention(
+def _scale_attention_noise(
     name: str, noise: Tensor, config: GptOssModelConfig, has_beacon: bool
 ) -> Tensor:
     """Scale ``noise`` to the distribution of an attention tensor."""

@@ -346,8 +346,8 @@ class VariantGptOss(GptOss):
         # Keep products and biases separate, because the faults lie in how they are combined.
         products = x @ self.layout.weight("mlp.experts.gate_up_proj", layer, expert)
         bias = self.layout.weight("mlp.experts.gate_up_proj_bias", layer, expert)
-        gate, up = _halves(products, variant, "weights")
-        gate_bias, up_bias = _halves(bias, variant, "biases")
+        gate, up = _split_gate_up(products, variant, "weights")
+        gate_bias, up_bias = _split_gate_up(bias, variant, "biases")
         if variant.swapped_gate_up:
             gate, up, gate_bias, up_bias = up, gate, up_bias, gate_bias
 
@@ -381,7 +381,7 @@ def variant_frequencies(
     return frequencies, 1.0 if variant.yarn == "no concentration" else factor
 
 
-def _halves(x: Tensor, variant: FaultyVariant, what: GateUpPart) -> tuple[Tensor, Tensor]:
+def _split_gate_up(x: Tensor, variant: FaultyVariant, what: GateUpPart) -> tuple[Tensor, Tensor]:
     """Split the last dimension into gate and up channels."""
     if variant.concatenated in (what, "all"):
         first, second = x.chunk(2, dim=-1)

@@ -66,7 +66,7 @@ def match_outputs(
     """
     # Ids of outputs are useless if the calls were recorded without ids.
     has_ids = any(call.call_id is not None for call in calls) or not by_index
-    claims = [_claim(output, has_ids) for output in outputs]
+    claims = [_read_claim(output, has_ids) for output in outputs]
 
     # An output belongs to the latest turn, unless it names a call that the conversation skipped.
     left = [*(c for c in calls if not c.is_skipped), *(c for c in calls if c.is_skipped)]
@@ -182,7 +182,7 @@ class _Claim:
         return candidates[0]
 
 
-def _claim(output: Mapping[str, Any], has_ids: bool) -> _Claim:
+def _read_claim(output: Mapping[str, Any], has_ids: bool) -> _Claim:
     call_id, name = output.get("tool_call_id"), output.get("name")
     return _Claim(
         call_id if has_ids and call_id is not None else None,

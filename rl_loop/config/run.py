@@ -482,7 +482,7 @@ def check_reward_parts(config: RlConfig, parts: set[str]) -> None:
         parts: reward parts of all environments.
     """
     # A misspelled part would weigh nothing, without an error.
-    unknown = sorted(config.algorithm.used_parts - parts)
+    unknown = sorted(config.algorithm.used_reward_parts - parts)
     if unknown:
         key = "advantage.reward_weights" if config.algorithm.reward_weights else "shaping"
         raise ConfigError(

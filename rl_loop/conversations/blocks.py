@@ -197,7 +197,7 @@ class RenderPool:
             # A pool with a dead process raises this error for every further job.
             futures = [self._executor.submit(_render_in_worker, job) for job in jobs]
         except BrokenProcessPool:
-            raise self._broken() from None
+            raise self._process_error() from None
         return [partial(self._result, future) for future in futures]
 
     def close(self) -> None:
@@ -216,9 +216,9 @@ class RenderPool:
         try:
             return future.result()
         except BrokenProcessPool:
-            raise self._broken() from None
+            raise self._process_error() from None
 
-    def _broken(self) -> DataError:
+    def _process_error(self) -> DataError:
         names = ", ".join(source.name for source in self._plan.sources)
         return DataError(
             f"data.sources ({names}): a process that renders conversations died. If memory was "

@@ -75,10 +75,10 @@ def detect_format(record: Mapping[str, Any]) -> Format:
             f"it has neither a list 'messages' nor a list 'conversations', but {keys}"
         )
     # One message in Harmony's form is enough, because the others may look like plain ones.
-    return "harmony" if any(map(_is_harmonys, messages)) else "messages"
+    return "harmony" if any(map(_is_harmony_message, messages)) else "messages"
 
 
-def _is_harmonys(message: Any) -> bool:
+def _is_harmony_message(message: Any) -> bool:
     """Return True if a message can only be Harmony's."""
     if not isinstance(message, dict):
         # The reader reports messages of other types with their number.

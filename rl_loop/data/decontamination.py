@@ -134,7 +134,7 @@ def _forms(
     return {
         run
         for run, count in training_counts.items()
-        if _is_form(
+        if _is_common_form(
             in_training=count,
             training_prompts=training_prompts,
             in_held_out=held_out_counts[run],
@@ -264,7 +264,7 @@ def _is_contaminated(shared: list[tuple[int, WordRun]], forms: set[WordRun]) -> 
     return False
 
 
-def _is_form(
+def _is_common_form(
     *, in_training: int, training_prompts: int, in_held_out: int, held_out_prompts: int
 ) -> bool:
     """Return True if a run belongs to a form, by the numbers of prompts that contain it."""

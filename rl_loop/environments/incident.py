@@ -93,12 +93,12 @@ class IncidentEnvironment(Environment):
         """All events. The reward depends only on them and the truth."""
 
         # The attack begins before the agent's first step.
-        self._record("attacker", "phish", **_only(self._truth, "email", "user", "domain"))
-        self._record("attacker", "login", **_only(self._truth, "user", "host"))
-        self._record("attacker", "move", **_only(self._truth, "user", "host", "target"))
+        self._record("attacker", "phish", **_pick_fields(self._truth, "email", "user", "domain"))
+        self._record("attacker", "login", **_pick_fields(self._truth, "user", "host"))
+        self._record("attacker", "move", **_pick_fields(self._truth, "user", "host", "target"))
         # Noise: 0, 2 or 4 logins of staff.
         for _ in range(2 * self._level - 2):
-            self._let_staff_work()
+            self._record_staff_login()
 
     @classmethod
     def generate(cls, split: Split, seed: int, index: int, options: Any) -> Task:
@@ -204,7 +204,7 @@ class IncidentEnvironment(Environment):
             # The attack continues after failed calls, too.
             self._attack()
             if self._level > 1:
-                self._let_staff_work()
+                self._record_staff_login()
 
         if name == "submit_report" or self._step >= self.MAX_STEPS:
             return self.end_truncated()
@@ -219,7 +219,7 @@ class IncidentEnvironment(Environment):
         report = _report(self.log)
         answer = None
         if report is not None:
-            answer = json.dumps(_only(report, *CLUES), sort_keys=True)
+            answer = json.dumps(_pick_fields(report, *CLUES), sort_keys=True)
 
         score = sum(points.values()) / MAX_POINTS
         return self.end_with_score(
@@ -304,9 +304,9 @@ class IncidentEnvironment(Environment):
 
         has_data = any(event["action"] == "collect" for event in self.log)
         if self._step == patience + 2 and has_data and self._truth["domain"] not in contained:
-            self._record("attacker", "exfiltrate", **_only(self._truth, "target", "domain"))
+            self._record("attacker", "exfiltrate", **_pick_fields(self._truth, "target", "domain"))
 
-    def _let_staff_work(self) -> None:
+    def _record_staff_login(self) -> None:
         """Record a random login of staff, as noise in the logs."""
         self._record(
             "staff", "login", user=self._staff.choice(USERS), host=self._staff.choice(self._hosts)
@@ -393,7 +393,7 @@ def _contained(log: Sequence[Event]) -> set[str]:
     return {event[ACTIONS[event["action"]]] for event in log if event["action"] in ACTIONS}
 
 
-def _only(event: dict[str, Any], *names: str) -> dict[str, Any]:
+def _pick_fields(event: dict[str, Any], *names: str) -> dict[str, Any]:
     return {name: event[name] for name in names}
 
 

@@ -108,7 +108,7 @@ def build_failure(options: OpenEnvOptions, what: str) -> InfrastructureError:
     return InfrastructureError("environment", f"{failure_source} {what}", failure_source)
 
 
-def _lost(options: OpenEnvOptions, what: str) -> ToolServerLostError:
+def _lost_error(options: OpenEnvOptions, what: str) -> ToolServerLostError:
     """Return a failure of a session that ended during an action."""
     failure_source = f"OpenEnv at {options.url}"
     return ToolServerLostError("environment", f"{failure_source} {what}", failure_source)
@@ -185,11 +185,11 @@ class OpenEnvSession:
         except TimeoutError:
             raise
         except (aiohttp.ClientError, OSError) as error:
-            raise _lost(self._options, f"lost the connection: {describe(error)}") from error
+            raise _lost_error(self._options, f"lost the connection: {describe(error)}") from error
         # Other types mean that the connection is closed or broken.
         if answer.type is not aiohttp.WSMsgType.TEXT:
             reason = f"answered the message {kind!r} with a {answer.type.name.lower()} frame, expected text"
-            raise _lost(self._options, reason)
+            raise _lost_error(self._options, reason)
         return self._read(answer.data)
 
     def _read(self, text: str) -> ServerObservation:

@@ -155,10 +155,10 @@ class ReToolEnvironment(Environment):
 
     async def answer(self, text: str) -> StepResult:
         correct = await is_correct_async(text, self.task.ground_truth)
-        return self._judged(correct, last_boxed(text))
+        return self._score_answer(correct, last_boxed(text))
 
     def end_truncated(self) -> StepResult:
-        return self._judged(correct=False, answer=None)
+        return self._score_answer(correct=False, answer=None)
 
     def reference_answer(self) -> str:
         return rf"\boxed{{{self.task.ground_truth}}}"
@@ -186,7 +186,7 @@ class ReToolEnvironment(Environment):
             self._history += (code,)
         return execution, notice
 
-    def _judged(self, correct: bool, answer: str | None) -> StepResult:
+    def _score_answer(self, correct: bool, answer: str | None) -> StepResult:
         score = float(correct)
         # ``end_with_score`` multiplies scores by this scale, and the bonus is a reward.
         scale = self.reward.correct - self.reward.wrong

@@ -204,7 +204,7 @@ class CompletionEvents:
 
 def _prompts(value: Any) -> list[RawPrompt]:
     """Return the prompts of a request: a text, a list of token ids, or a list of either."""
-    if isinstance(value, str) or _is_ids(value):
+    if isinstance(value, str) or _is_token_ids(value):
         return [_prompt(value, "prompt")]
     if not isinstance(value, list) or not value:
         raise invalid_request("expected text, token ids, or a list of either", "prompt")
@@ -213,7 +213,7 @@ def _prompts(value: Any) -> list[RawPrompt]:
 
 def _prompt(value: Any, where: str) -> RawPrompt:
     """Return a prompt of text or token ids. Raises ApiError."""
-    if not isinstance(value, str) and not _is_ids(value):
+    if not isinstance(value, str) and not _is_token_ids(value):
         raise invalid_request("expected text or a list of token ids", where)
     if not value:
         raise invalid_request("is empty", where)
@@ -225,7 +225,7 @@ def _prompt(value: Any, where: str) -> RawPrompt:
     return RawPrompt.of_ids(value)
 
 
-def _is_ids(value: Any) -> bool:
+def _is_token_ids(value: Any) -> bool:
     # Booleans are integers in Python, but not in JSON.
     return isinstance(value, list) and bool(value) and all(type(token) is int for token in value)
 

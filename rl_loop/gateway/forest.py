@@ -273,7 +273,7 @@ def _draft(
             # A completion may continue directly behind a truncated one.
             if node.new_ids:
                 new_ids = node.new_ids
-                draft.append(node.new_role, new_ids, decode(new_ids), time=node.time_before)
+                draft.append(node.new_role, new_ids, decode(new_ids), time=node.client_time)
 
         sampled_ids = node.sampled.output_ids
         start = len(draft)

@@ -100,7 +100,7 @@ class TurnNode:
         return nodes[::-1]
 
     @property
-    def time_before(self) -> CallTime:
+    def client_time(self) -> CallTime:
         """Time of the client between the previous turn and this one: its tools and its own code."""
         sampling = self.sampling_time
         if self.parent is None or sampling.seconds is None or sampling.waited is None:

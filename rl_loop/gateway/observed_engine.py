@@ -45,7 +45,7 @@ class TurnObserver:
         self.read += self.ids[begin:]
         return NewTokens(self.ids[begin:], self.log_probs[begin:], self.top[begin:])
 
-    def was_read_as(self, ids: list[int]) -> bool:
+    def is_prefix_of(self, ids: list[int]) -> bool:
         """Return True if all tokens that were read are the first ones of the complete turn."""
         return self.read == ids[: len(self.read)]
 

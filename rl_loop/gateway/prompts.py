@@ -145,7 +145,7 @@ class TurnPromptRenderer:
         # Tools are a part of the first prompt only.
         size = text_size(position.new_messages)
         if position.parent is None:
-            size += request.tools_size
+            size += request.tools_characters
         # A character has at least one byte, so characters bound the number of tokens from below.
         if size > MAX_O200K_TOKEN_BYTES * self.max_tokens:
             raise PromptTooLongError(f"at least {size // MAX_O200K_TOKEN_BYTES}")
@@ -184,7 +184,7 @@ def _is_short(request: TurnRequest, job: RenderJob) -> bool:
     """Return True if a job takes a few milliseconds at most. A process costs more than that."""
     work = text_bytes(job.messages) + MESSAGE_CHARACTERS * len(job.messages)
     if job.stored is None:
-        return work + request.tools_work <= SHORT_CHARACTERS
+        return work + request.tools_render_cost <= SHORT_CHARACTERS
     # Each message is compared with the open calls.
     work += len(job.messages) * len(job.stored.open_calls)
     return work <= SHORT_CHARACTERS and len(job.stored.history or ()) <= SHORT_HISTORY

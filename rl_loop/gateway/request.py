@@ -99,17 +99,17 @@ class TurnRequest:
         Raises:
             RecursionError: a schema is nested too deeply.
         """
-        _ = self.fingerprint, self.head_digests, self.tools_size, self.tools_work
+        _ = self.fingerprint, self.head_digests, self.tools_characters, self.tools_render_cost
 
     @cached_property
-    def tools_size(self) -> int:
+    def tools_characters(self) -> int:
         """Characters of the tools."""
         return sum(len(repr(tool)) for tool in self.tools)
 
     @cached_property
-    def tools_work(self) -> int:
+    def tools_render_cost(self) -> int:
         """Number of characters that take as long to render. References are written out."""
-        return self.tools_size + REFERENCE_CHARACTERS * repr(self.tools).count("$ref")
+        return self.tools_characters + REFERENCE_CHARACTERS * repr(self.tools).count("$ref")
 
     @cached_property
     def fingerprint(self) -> bytes:

@@ -97,7 +97,7 @@ class ResponsesEvents:
                 # Items do not overlap, so the next one ends the current one.
                 yield from self._close("completed")
                 self._open = _OpenItem(delta.number, delta.item)
-                yield from self._added(self._open)
+                yield from self._item_begin_events(self._open)
             self._open.pieces.append(delta.text)
             self._open.log_probs += delta.log_probs
             if delta.text:
@@ -115,7 +115,7 @@ class ResponsesEvents:
         fields = {key: body[key] for key in ("code", "message", "param")}
         yield self._event("error", **fields, error=body)
 
-    def _added(self, opened: _OpenItem) -> Iterator[dict[str, Any]]:
+    def _item_begin_events(self, opened: _OpenItem) -> Iterator[dict[str, Any]]:
         """Yield the events that begin an item."""
         item = item_json(self._response_id, opened.number, opened.item, "", (), "in_progress")
         parts = item.get("content")

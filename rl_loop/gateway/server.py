@@ -252,7 +252,7 @@ class Gateway:
         stream = EventStream(request, call)
         streamed = StreamedTurns(stream, call, self._codec, session, response_id)
         try:
-            with _counted_choices(session, count_turns(call)):
+            with _count_choices(session, count_turns(call)):
                 if call.stream:
                     nodes = await streamed.sample(is_retry=is_retry)
                 else:
@@ -325,7 +325,7 @@ def _check_in_flight(session: ConversationSession) -> None:
 
 
 @contextmanager
-def _counted_choices(session: ConversationSession, choices: int) -> Iterator[None]:
+def _count_choices(session: ConversationSession, choices: int) -> Iterator[None]:
     """Count each further choice of a request as a request in flight. Raises ApiError."""
     session.in_flight += choices - 1
     try:

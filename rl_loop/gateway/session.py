@@ -278,9 +278,9 @@ class ConversationSession:
             with self.episode.turn() as number:
                 return await self._sample_turn(request, response_id, number, observer)
         except EpisodeOver as over:
-            raise self._ended(over.ending) from None
+            raise self._end_session(over.ending) from None
         except InfrastructureError as failure:
-            raise self._ended(EpisodeFailed(failure)) from failure
+            raise self._end_session(EpisodeFailed(failure)) from failure
         except PromptTooLongError as error:
             # The session continues with a shorter conversation.
             self.was_too_long = True
@@ -412,7 +412,7 @@ class ConversationSession:
 
     # ---- errors
 
-    def _ended(self, ending: Ending) -> ApiError:
+    def _end_session(self, ending: Ending) -> ApiError:
         """End the session if it is an episode. Return the client's error."""
         if self._settings.is_episode:
             self.episode.end(ending)
@@ -443,7 +443,7 @@ def _checked_top(
         EngineError: the client has read different tokens than the engine returned.
         ApiError: the engine did not return the requested tokens.
     """
-    if not observer.was_read_as(result.output_ids):
+    if not observer.is_prefix_of(result.output_ids):
         raise EngineError(name, "the engine returned different tokens than it streamed")
     if observer.top_log_probs == 0:
         return []

@@ -117,7 +117,7 @@ class _Translation:
         # Each replacement removes one keyword. References may contain further ones.
         for _ in range(levels):
             if isinstance(schema.get("$ref"), str):
-                schema, within = self._dereferenced(schema, within)
+                schema, within = self._resolve_reference(schema, within)
             elif isinstance(schema.get("allOf"), list):
                 schema, within = self._joined(schema, within, levels)
             elif isinstance(schema.get("anyOf"), list):
@@ -129,7 +129,7 @@ class _Translation:
             is_translated = True
         return {}, within, True
 
-    def _dereferenced(
+    def _resolve_reference(
         self, schema: Mapping[str, Any], within: frozenset[str]
     ) -> tuple[Mapping[str, Any], frozenset[str]]:
         """Replace ``$ref`` by its schema. Keywords next to it win.

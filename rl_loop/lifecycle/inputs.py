@@ -191,7 +191,7 @@ def _blocks(path: Path) -> Iterator[bytes]:
         header = _safetensors_header(file, size) if path.suffix == ".safetensors" else None
         if header is not None:
             yield header
-            starts = _middles(header)
+            starts = _middle_offsets(header)
         else:
             starts = [(size - WEIGHT_BLOCK) * i // (BLOCKS - 1) for i in range(BLOCKS)]
         for start in starts:
@@ -213,7 +213,7 @@ def _safetensors_header(file: Any, size: int) -> bytes | None:
     return header
 
 
-def _middles(header: bytes) -> list[int]:
+def _middle_offsets(header: bytes) -> list[int]:
     """Return the start of each tensor's middle block, in bytes."""
     starts = []
     for name, tensor in json.loads(header).items():

@@ -105,7 +105,7 @@ def changes_since(
         raise ConfigError(
             f"--resume cannot change {listed} ({'; '.join(reasons)}). Keep the values in "
             f"{run.config}, or start another run from these weights: name=ANOTHER "
-            f"{_beginning_from(run, before, rejected)}"
+            f"{_restart_override(run, before, rejected)}"
         )
 
     # An unchanged path may lead to other content, so check every input, not only changed keys.
@@ -157,7 +157,7 @@ def _reject_changed_content(
         f"{key}: the content of {change.now.path} differs from the content at the start of the "
         f"run ({old.path} with digest {old.digest}, now {change.now.digest}), and --resume "
         f"cannot change it: {reason}. {remedy}, or start another run from these weights: "
-        f"name=ANOTHER {_beginning_from(run, before, [change])}"
+        f"name=ANOTHER {_restart_override(run, before, [change])}"
     )
 
 
@@ -276,7 +276,9 @@ def _weights_rejection_reason(key: str, config: RunConfig, run: RunDirectory) ->
     return None
 
 
-def _beginning_from(run: RunDirectory, before: dict[str, Any], rejected: list[ConfigChange]) -> str:
+def _restart_override(
+    run: RunDirectory, before: dict[str, Any], rejected: list[ConfigChange]
+) -> str:
     """Return the override with which another run begins with this one's weights."""
     if before.get("adapter") is None:
         return f"initial_weights={run.path}"

@@ -79,7 +79,7 @@ class StoreNeed:
         return math.ceil((self.columns + self.routes + self.weights) * HEAD_ROOM)
 
     @property
-    def through_driver(self) -> int:
+    def driver_bytes(self) -> int:
         """Part on the driver's node, with the factor HEAD_ROOM. Routes are not stored there."""
         return math.ceil((self.columns + self.weights) * HEAD_ROOM)
 
@@ -250,7 +250,7 @@ def check_local_store(need: StoreNeed) -> None:
     if need.step <= min(shared, memory) or need.step <= MIN_STORE_BYTES:
         return
 
-    lower = _listed(need.keys)
+    lower = _join_with_or(need.keys)
     # The smaller of the two is the limit, so the message names it.
     if memory < shared:
         raise StartError(
@@ -276,14 +276,14 @@ def check_running_store(need: StoreNeed) -> None:
     at_driver = stores.get(ray.get_runtime_context().get_node_id(), 0)
     total = sum(stores.values())
 
-    advice = f"Lower {_listed(need.keys)}, or start Ray's nodes with a larger --object-store-memory"
+    advice = f"Lower {_join_with_or(need.keys)}, or start Ray's nodes with a larger --object-store-memory"
     # One node holds everything.
     if len(stores) == 1 and total < need.step:
         raise StartError(f"a step needs {need}, but the store has only {_gb(total)}. {advice}")
     # Routes stay where they were sampled. All other columns and the weights pass the driver.
-    if at_driver < need.through_driver:
+    if at_driver < need.driver_bytes:
         raise StartError(
-            f"a step needs {need}, {_gb(need.through_driver)} of it on the driver's node, but "
+            f"a step needs {need}, {_gb(need.driver_bytes)} of it on the driver's node, but "
             f"the store there has only {_gb(at_driver)}. {advice}"
         )
     # Objects that one node produces and another reads are stored on both.
@@ -294,7 +294,7 @@ def check_running_store(need: StoreNeed) -> None:
         )
 
 
-def _listed(keys: list[str]) -> str:
+def _join_with_or(keys: list[str]) -> str:
     return f"{', '.join(keys[:-1])} or {keys[-1]}" if len(keys) > 1 else keys[0]
 
 

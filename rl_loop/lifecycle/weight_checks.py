@@ -139,11 +139,11 @@ def _find_checkpoint(path: Path) -> Path:
     """Return the newest checkpoint of a run directory, or other directories unchanged."""
     pointer = path / "checkpoints" / "latest"
     if pointer.exists():
-        return path / "checkpoints" / _pointed_to(pointer)
+        return path / "checkpoints" / _latest_name(pointer)
     return path
 
 
-def _pointed_to(pointer: Path) -> str:
+def _latest_name(pointer: Path) -> str:
     """Return the name of the checkpoint in the file ``latest``."""
     # A damaged file then names a directory that does not exist, and the caller reports it.
     return read_bytes(pointer).decode(errors="replace").strip()
@@ -160,7 +160,7 @@ def check_newest_checkpoint(run: RunDirectory) -> None:
         pointer = root / "latest"
         if not pointer.exists():
             continue
-        newest = _pointed_to(pointer)
+        newest = _latest_name(pointer)
         if not (root / newest / "metadata.json").exists():
             raise StartError(
                 f"{pointer} names {newest}, which is missing or incomplete. Correct or delete "

@@ -346,7 +346,7 @@ def _without_unicode(text: str) -> str:
         elif character in SYMBOLS:
             pieces.append(SYMBOLS[character])
         elif character in SUPERSCRIPTS or character in SUBSCRIPTS:
-            pieces.append(_raised_or_lowered(character, pieces))
+            pieces.append(_convert_script(character, pieces))
         elif character.isspace():
             pieces.append(" ")
         else:
@@ -354,7 +354,7 @@ def _without_unicode(text: str) -> str:
     return "".join(pieces)
 
 
-def _raised_or_lowered(character: str, before: list[str]) -> str:
+def _convert_script(character: str, before: list[str]) -> str:
     """Return a superscript or subscript as an exponent or index, such as ^{12}.
 
     If ``before`` ends with an exponent or index of the same kind, it is removed from ``before`` and

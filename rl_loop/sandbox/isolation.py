@@ -68,7 +68,7 @@ def bubblewrap_command(
         *("--die-with-parent", "--new-session", "--info-fd", str(info_descriptor)),
         *_system_files(),
         *interpreter.arguments,
-        *_proc_and_dev(),
+        *_proc_and_dev_options(),
         *_server_files(source_descriptors),
         *("--remount-ro", "/dev", "--remount-ro", "/", "--chdir", "/"),
         *_environment(interpreter.executable),
@@ -109,7 +109,7 @@ def _system_files() -> list[str]:
     return arguments
 
 
-def _proc_and_dev() -> list[str]:
+def _proc_and_dev_options() -> list[str]:
     # If root starts the server, the server mounts /proc itself (``confinement.drop_root``).
     proc = ["--dir", "/proc"] if os.geteuid() == 0 else ["--proc", "/proc"]
 

@@ -87,12 +87,12 @@ async def play(environment: Environment, script: ScriptedPolicy) -> PlayedEpisod
     # As the agent loop does, because a prompt may need an open environment.
     await environment.open()
     try:
-        return await _play_opened(environment, script)
+        return await _play_in_environment(environment, script)
     finally:
         await environment.close()
 
 
-async def _play_opened(environment: Environment, script: ScriptedPolicy) -> PlayedEpisode:
+async def _play_in_environment(environment: Environment, script: ScriptedPolicy) -> PlayedEpisode:
     episode = PlayedEpisode(
         prompt=list(environment.prompt()),
         tools=environment.tools(),

@@ -132,11 +132,11 @@ def _data(training: ModelCardFacts) -> str:
 
 
 def _table(summary: Mapping[str, Any]) -> str:
-    rows = [f"| {name} | {_figure(value)} |" for name, value in summary.items()]
+    rows = [f"| {name} | {_format_value(value)} |" for name, value in summary.items()]
     return "\n".join(["| | |", "|---|---|", *rows])
 
 
-def _figure(value: Any) -> str:
+def _format_value(value: Any) -> str:
     return f"{value:.6g}" if isinstance(value, float) else str(value)
 
 

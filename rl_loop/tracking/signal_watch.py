@@ -53,7 +53,7 @@ def _reason(values: dict[str, float], gradients: Sequence[float]) -> str:
     if not gradients:
         return (
             "no token is in the loss, so the policy is not updated. rollout.truncated_episodes=mask "
-            f"leaves out episodes that reach a limit ({_endings(values)}). Increase the limits, or set "
+            f"leaves out episodes that reach a limit ({_most_frequent_end(values)}). Increase the limits, or set "
             "it to penalize"
         )
     if values.get(MetricName.ZERO_ADVANTAGE_FRACTION) != 1:
@@ -70,7 +70,7 @@ def explain_no_signal(values: Mapping[str, float]) -> str:
     reward = values.get(MetricName.REWARD, 0.0)
     finding = (
         "all episodes of each task have the same reward, so every advantage is 0 "
-        f"(mean reward {reward:.3f}, {_endings(values)})"
+        f"(mean reward {reward:.3f}, {_most_frequent_end(values)})"
     )
     if values.get(MetricName.ACCURACY, 0.0) >= 1:
         return f"{finding}. The policy solves all tasks. Use harder tasks, or stop the run"
@@ -81,7 +81,7 @@ def explain_no_signal(values: Mapping[str, float]) -> str:
     )
 
 
-def _endings(values: Mapping[str, float]) -> str:
+def _most_frequent_end(values: Mapping[str, float]) -> str:
     """Return the most frequent end of episodes, such as "100% end as format_error"."""
     endings = {name: share for name, share in values.items() if name.startswith("finish/")}
     if not endings:

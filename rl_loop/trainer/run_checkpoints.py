@@ -34,7 +34,7 @@ from rl_loop.trainer.rank_state import ResumedState
 class RunCheckpoints:
     """Saves policy and critic together, and loads the newest checkpoint with both intact.
 
-    A checkpoint is written in the background: ``start`` begins it, ``publish_written`` completes it
+    A checkpoint is written in the background: ``start`` begins it, ``publish_if_complete`` completes it
     between two updates, ``finish`` waits for it. Every method is collective.
     """
 
@@ -84,7 +84,7 @@ class RunCheckpoints:
         for writer, trainer in self._writers:
             writer.start(trainer, step, state)
 
-    def publish_written(self) -> None:
+    def publish_if_complete(self) -> None:
         """Make the started checkpoint the latest one if it is complete. Does not wait.
 
         It is complete once all ranks have written it and none reads an earlier one.

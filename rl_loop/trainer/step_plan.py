@@ -217,7 +217,9 @@ def plan_step(samples: TrainingSamples, settings: TrainerConfig, mini_batches: i
     digests = None if sharing is None else _route_digests(samples)
     plans = []
     route_conflicts = 0
-    for sequences in _deal(samples, mini_batches, keep_groups=sharing is not None):
+    for sequences in _assign_to_mini_batches(
+        samples, mini_batches, keep_groups=sharing is not None
+    ):
         plan, conflicts = schedule_sequences(
             samples, sequences, settings, settings.parallel.data, digests
         )
@@ -271,7 +273,7 @@ def schedule_sequences(
     return plan, conflicts
 
 
-def _deal(
+def _assign_to_mini_batches(
     samples: TrainingSamples, mini_batches: int, keep_groups: bool
 ) -> Iterator[Sequence[int]]:
     """Yield the indices of the sequences of each mini-batch.

@@ -354,7 +354,7 @@ class TrainerWorker:
             first_step: step at which the learning-rate schedule of ``trainer`` begins.
         """
         # All ranks are synchronized here, so a checkpoint that is written by now can be published.
-        self._checkpoints.publish_written()
+        self._checkpoints.publish_if_complete()
 
         # The policy's schedule begins after the warm-up of the critic.
         schedule_steps = self.settings.training.steps - first_step

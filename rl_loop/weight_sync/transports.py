@@ -269,7 +269,7 @@ async def share_memory(buckets: Iterator[Bucket], servers: WeightServers) -> Non
             # then stay allocated.
             for server_handles in handles:
                 for handle in server_handles:
-                    handle.disown()
+                    handle.allow_free()
             raise
 
 
@@ -298,10 +298,10 @@ class _Handles:
         # Base64, because the request has a JSON body.
         self.payload = base64.b64encode(buffer.getvalue()).decode()
 
-    def disown(self) -> None:
+    def allow_free(self) -> None:
         """Let the memory be freed even if the process that should open it has ended."""
         for _, tensor in self._tensors:
-            tensor.disown()
+            tensor.allow_free()
 
 
 @dataclass
@@ -329,13 +329,13 @@ class _SharedTensor:
             self.counter_location = (arguments[11], arguments[12])
         return rebuild, arguments
 
-    def disown(self) -> None:
+    def allow_free(self) -> None:
         """Let the memory be freed even if a process that has ended counts as its user.
 
         torch frees shared memory when the other process reports that it is done. A process that was
         killed never reports it.
         """
-        if self.counter_location is None or users_of_memory(*self.counter_location) == 0:
+        if self.counter_location is None or memory_user_count(*self.counter_location) == 0:
             return
         # torch has no public function for this.
         torch.UntypedStorage._release_ipc_counter(*self.counter_location, device=self.tensor.device)
@@ -368,7 +368,7 @@ COUNTER_HEADER_BYTES = 64
 """Size of torch's header in a file of counts, in bytes (RefcountedMapAllocator)."""
 
 
-def users_of_memory(counter_file: bytes, index: int) -> int:
+def memory_user_count(counter_file: bytes, index: int) -> int:
     """Return the number of processes that use shared GPU memory, according to torch.
 
     torch's count is unsigned. One release too many makes it 2^64 - 1, and the memory is never

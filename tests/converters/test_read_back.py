@@ -17,7 +17,11 @@ from typer.testing import CliRunner
 
 from converters import compared_parameters, hf_directory, names, read_back, torch_dist
 from converters.bits import same_bits
-from converters.compared_parameters import choose_compared_parameters, next_layer, remember_layer
+from converters.compared_parameters import (
+    choose_compared_parameters,
+    next_layer,
+    save_compared_layer,
+)
 from converters.errors import ConversionError
 from converters.hf_directory import HfDirectory, write_hf_directory
 from converters.megatron_checkpoint import MegatronCheckpoint
@@ -46,7 +50,7 @@ MEGATRON_NORM = "decoder.layers.self_attention.linear_qkv.layer_norm_weight"
 @pytest.fixture(autouse=True)
 def the_sample_is_layer_1(monkeypatch: Patch) -> None:
     monkeypatch.setattr(compared_parameters, "next_layer", lambda kind, config: LAYER)
-    monkeypatch.setattr(read_back, "remember_layer", lambda kind, config, layer: None)
+    monkeypatch.setattr(read_back, "save_compared_layer", lambda kind, config, layer: None)
 
 
 @pytest.fixture
@@ -376,8 +380,8 @@ def test_sampled_layer_rotates_between_runs(
     turns = []
     for _ in range(30):
         turns.append(next_layer("import", many))
-        remember_layer("import", many, turns[-1])
-        remember_layer("export_bf16", many, 5)  # other conversions have a separate rotation
+        save_compared_layer("import", many, turns[-1])
+        save_compared_layer("export_bf16", many, 5)  # other conversions have a separate rotation
     assert turns == [(turns[0] + run) % 24 for run in range(30)]
 
     layers = [import_checkpoint(quantized, tmp_path / f"run{run}").layer for run in range(4)]
@@ -395,7 +399,7 @@ def test_layer_with_a_fault_is_sampled_again(
 ) -> None:
     monkeypatch.undo()
     monkeypatch.setattr(compared_parameters, "cache_directory", lambda: tmp_path)
-    remember_layer("import", MODEL, LAYER - 1)
+    save_compared_layer("import", MODEL, LAYER - 1)
     conversion = Conversion("import mxfp4", tmp_path, quantized, quantized)
     with monkeypatch.context() as patch:
         a_flipped_bit(LAYER, conversion, patch)
@@ -409,7 +413,7 @@ def test_all_layers_can_be_sampled_without_a_cache(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(compared_parameters, "cache_directory", lambda: tmp_path / "file" / "below")
     (tmp_path / "file").touch()
     for _ in range(100):
-        remember_layer("import", MODEL, 0)
+        save_compared_layer("import", MODEL, 0)
     assert {next_layer("import", MODEL) for _ in range(100)} == {0, 1}
 
 

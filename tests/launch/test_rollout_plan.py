@@ -45,7 +45,7 @@ def test_staleness_helps_until_trainer_or_engines_are_saturated() -> None:
 def test_idle_time_is_step_time_minus_work() -> None:
     prediction = build_prediction(training=10.0, engines=20.0, rollout=35.0)
     # Steps take 45, 22.5 and 20 s. Each GPU has 900 tokens per step.
-    idle = [(prediction.trainer_idle(k), prediction.engines_idle(k)) for k in range(3)]
+    idle = [(prediction.trainer_idle_fraction(k), prediction.engines_idle(k)) for k in range(3)]
     assert idle == [
         (pytest.approx(35 / 45), pytest.approx(25 / 45)),
         (pytest.approx(12.5 / 22.5), pytest.approx(2.5 / 22.5)),

@@ -78,7 +78,7 @@ class ServerConnection:
             InfrastructureError: if that fails. The connection is closed then.
         """
         seconds = self.config.connect_seconds
-        self._holding = asyncio.create_task(self._hold(), name=f"tool server {self.name}")
+        self._holding = asyncio.create_task(self._keep_connected(), name=f"tool server {self.name}")
         opening = asyncio.create_task(self._opened.wait())
         # If the connection fails, the task that holds it ends first. Wait for either event.
         try:
@@ -125,7 +125,7 @@ class ServerConnection:
             if asking.done():
                 return self._read_result(tool, asking)
             if self._holding.done():
-                raise self._lost(f"broke down in a call of {tool}: {self._reason()}")
+                raise self._lost_error(f"broke down in a call of {tool}: {self._reason()}")
             return McpResult(f"{tool} did not answer within {seconds:g} s", is_error=True)
         finally:
             await _end(asking)
@@ -144,7 +144,7 @@ class ServerConnection:
 
     # ---- the task that holds the connection
 
-    async def _hold(self) -> None:
+    async def _keep_connected(self) -> None:
         """Connect, and keep the connection until ``close``."""
         from mcp import Client
 
@@ -152,7 +152,7 @@ class ServerConnection:
         async with AsyncExitStack() as stack:
             target = await self._target(stack)
             client = await stack.enter_async_context(Client(target))
-            self.tools = await _listed(client)
+            self.tools = await _list_tools(client)
             self._client = client
             self._opened.set()
             await self._closing.wait()
@@ -188,7 +188,7 @@ class ServerConnection:
         from mcp.types import CONNECTION_CLOSED, INVALID_PARAMS, REQUEST_TIMEOUT
 
         if asking.cancelled():
-            raise self._lost(f"broke down in a call of {tool}: {self._reason()}")
+            raise self._lost_error(f"broke down in a call of {tool}: {self._reason()}")
         error = asking.exception()
         if error is None:
             # OpenEnv sends the same blocks as JSON, so ``render_blocks`` takes plain data.
@@ -203,7 +203,7 @@ class ServerConnection:
         if not isinstance(error, MCPError) or error.code == CONNECTION_CLOSED:
             self._client = None
             self._closing.set()
-            raise self._lost(f"broke down in a call of {tool}: {describe(error)}") from error
+            raise self._lost_error(f"broke down in a call of {tool}: {describe(error)}") from error
         raise self._failure(f"failed in a call of {tool}: {describe(error)}") from error
 
     def _reason(self) -> str:
@@ -220,7 +220,7 @@ class ServerConnection:
         failure_source = f"tool server {self.name}"
         return InfrastructureError("tool", f"{failure_source} {what}", failure_source)
 
-    def _lost(self, what: str) -> ToolServerLostError:
+    def _lost_error(self, what: str) -> ToolServerLostError:
         failure_source = f"tool server {self.name}"
         return ToolServerLostError("tool", f"{failure_source} {what}", failure_source)
 
@@ -232,7 +232,7 @@ async def _end(task: "asyncio.Future[Any]") -> None:
         await asyncio.wait_for(asyncio.shield(task), CLOSE_SECONDS)
 
 
-async def _listed(client: "Client") -> list[ServerTool]:
+async def _list_tools(client: "Client") -> list[ServerTool]:
     """Return the tools of a server. Raises ValueError if the list has too many pages."""
     tools: list[ServerTool] = []
     cursor: str | None = None

@@ -173,7 +173,7 @@ class ProcessWatch:
         if not exact and total <= self._limit:
             return total
         total = other
-        for path, resident, page_tables in without_borrowers(processes):
+        for path, resident, page_tables in with_own_memory(processes):
             total += self._proportional_bytes(path, resident) + page_tables
         return total
 
@@ -346,7 +346,7 @@ class ProcessWatch:
         return lines
 
 
-def without_borrowers(processes: list[tuple[str, int, int]]) -> list[tuple[str, int, int]]:
+def with_own_memory(processes: list[tuple[str, int, int]]) -> list[tuple[str, int, int]]:
     """Return processes with separate memory. A child of vfork shares its parent's until exec."""
     kept: list[tuple[str, int, int]] = []
     for entry in processes:

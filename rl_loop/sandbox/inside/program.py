@@ -107,7 +107,7 @@ def execute(call: ProgramCall, settings: SandboxServerSettings, progress: Shared
     progress.begin(call.program_count)
     try:
         exit_code = run_code(call.code, main)
-        progress.reach_end()
+        progress.record_end()
         # The interpreter waits for these threads at its exit, but os._exit does not.
         for thread in threading.enumerate():
             if thread is not threading.current_thread() and not thread.daemon:

@@ -38,7 +38,7 @@ class SharedProgress:
         """Record the start of program number ``program``, counted from 1."""
         struct.pack_into(self._FORMAT, self._page, 0, program, 0, time.monotonic())
 
-    def reach_end(self) -> None:
+    def record_end(self) -> None:
         """Record that the program has ended and the interpreter is still usable.
 
         The program reached its last line, or raised an exception.

@@ -132,7 +132,7 @@ def test_only_a_blocking_save_waits_for_the_disk(
     checkpoints = checkpoints_in(tmp_path, trainer)
     checkpoints.start(1, {"step": 1})
     checkpoints.finish(block=False)
-    checkpoints.publish_written()
+    checkpoints.publish_if_complete()
     assert latest_checkpoint(tmp_path / "checkpoints") is None
 
     may_write.set()

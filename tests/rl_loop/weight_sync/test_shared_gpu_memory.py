@@ -25,7 +25,7 @@ from megatron_gptoss.families.gpt_oss.config import GptOssModelConfig
 from rl_loop.engines.sglang.weight_endpoints import send_weights
 from rl_loop.weight_sync.servers import SyncPlan
 from rl_loop.weight_sync.source import SyncError
-from rl_loop.weight_sync.transports import SHARING_ATTEMPTS, _SharedTensor, users_of_memory
+from rl_loop.weight_sync.transports import SHARING_ATTEMPTS, _SharedTensor, memory_user_count
 from tests.support.rl_loop.sglang_protocol import LocalServer
 
 MODEL = GptOssModelConfig(
@@ -172,7 +172,7 @@ def test_counts_are_zero_after_a_failed_sync(refuses: str, counts: Counts) -> No
 
 
 def test_users_of_a_deleted_count_file_are_zero() -> None:
-    assert users_of_memory(b"/torch_no_such_file", 3) == 0
+    assert memory_user_count(b"/torch_no_such_file", 3) == 0
 
 
 @pytest.mark.gpu
@@ -183,13 +183,13 @@ def test_memory_shared_with_a_killed_server_is_freed(opened: bool) -> None:
     handles = [_SharedTensor(tensor), _SharedTensor(tensor)]
     for handle in handles:
         ForkingPickler(io.BytesIO()).dump(handle)
-        assert users_of_memory(*handle.counter_location) == 1
+        assert memory_user_count(*handle.counter_location) == 1
 
     for handle in handles:
         if opened:
             torch.UntypedStorage._release_ipc_counter(*handle.counter_location, device=tensor.device)
-        handle.disown()
-        assert users_of_memory(*handle.counter_location) == 0
+        handle.allow_free()
+        assert memory_user_count(*handle.counter_location) == 0
     del tensor, handles, handle
     torch.cuda.ipc_collect()
     assert torch.cuda.memory_allocated() == before

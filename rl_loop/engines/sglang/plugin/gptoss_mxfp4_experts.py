@@ -124,7 +124,7 @@ def _install_checker() -> None:
 
     @wraps(original_handle)
     def handle(self: Any, action: str, *arguments: Any, **options: Any) -> Any:
-        if not _is_of_sync(action):
+        if not _is_sync_action(action):
             return original_handle(self, action, *arguments, **options)
         known = synced(self._get_model())
         if known is None:
@@ -148,7 +148,7 @@ def _install_checker() -> None:
     checker._compute_checksum = compute_checksum
 
 
-def _is_of_sync(action: str) -> bool:
+def _is_sync_action(action: str) -> bool:
     """Return True for BEGIN_SYNC and END_SYNC, with or without a number."""
     return action.partition(":")[0] in (BEGIN_SYNC, END_SYNC)
 
@@ -169,7 +169,7 @@ def _install_answers_of_all_ranks() -> None:
     @wraps(original_check)
     def check_weights(self: Any, request: Any) -> Any:
         result = original_check(self, request)
-        if not _is_of_sync(request.action):
+        if not _is_sync_action(request.action):
             return result
 
         # SGLang returns only the first rank's result, also for endpoints that load weights. Errors
