@@ -49,7 +49,7 @@ def next_layer(kind: str, config: ModelConfig) -> int:
     except (OSError, ValueError):
         # A random start, so that machines with an empty cache do not all compare the same layer.
         return random.SystemRandom().randrange(config.num_layers)
-    # Modulo: another model of this size may have had the last layer.
+    # After the last layer, the rotation starts over.
     return (last + 1) % config.num_layers
 
 

@@ -45,7 +45,7 @@ class PackedRow:
             self.lengths.append(tokens - 1)
 
         filled = sum(self.lengths)
-        self.tree = self._tree(sharing, filled)
+        self.tree = self._build_tree(sharing, filled)
         """Tree of the sequences if they share prefixes. The columns are those of whole sequences."""
 
         # The padding is a separate sequence, so that no other token attends to it. A row without
@@ -55,7 +55,7 @@ class PackedRow:
         self.segments = self.lengths + ([self.padding] if self.padding else [])
         self.tokens = filled + self.padding
 
-    def _tree(self, sharing: PrefixSharing | None, filled: int) -> PrefixTree | None:
+    def _build_tree(self, sharing: PrefixSharing | None, filled: int) -> PrefixTree | None:
         """Return the tree of the sequences, or None if they share no prefix."""
         if sharing is None:
             return None
@@ -78,9 +78,9 @@ class PackedRow:
         """Return a column of the samples as a row of the declared dtype."""
         declared = TOKEN_COLUMNS[name]
         dtype = getattr(torch, declared.dtype_name)
-        return self.fill(name, dtype, first=1 if declared.belongs_to == "label" else 0)
+        return self.entries(name, dtype, first=1 if declared.belongs_to == "label" else 0)
 
-    def fill(self, name: str, dtype: torch.dtype, first: int) -> torch.Tensor:
+    def entries(self, name: str, dtype: torch.dtype, first: int) -> torch.Tensor:
         """Return the entries of a column in all sequences, and its default in the padding.
 
         Args:
@@ -100,7 +100,7 @@ class PackedRow:
         filled[at:] = TOKEN_COLUMNS[name].default
         return row
 
-    def numbered(self, sample_ids: Sequence[int]) -> torch.Tensor:
+    def token_sample_ids(self, sample_ids: Sequence[int]) -> torch.Tensor:
         """Return the id of each token's sequence, int64 [tokens], and -1 in the padding."""
         numbers = [*sample_ids, -1] if self.padding else [*sample_ids]
         return torch.from_numpy(np.repeat(np.array(numbers, dtype=np.int64), self.segments))

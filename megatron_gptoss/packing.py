@@ -215,10 +215,10 @@ def build_batch(
     others = [name for name in samples.columns if name not in ("token_ids", "target_ids")]
     columns: dict[str, Any] = {name: row.column(name) for name in others}
     batch = PackedBatch(
-        token_ids=row.fill("token_ids", torch.int64, first=0),
-        labels=row.fill(label_column, torch.int64, first=1),
+        token_ids=row.entries("token_ids", torch.int64, first=0),
+        labels=row.entries(label_column, torch.int64, first=1),
         position_ids=torch.from_numpy(np.concatenate([np.arange(n) for n in row.segments])),
-        sample_ids=row.numbered(sample_ids),
+        sample_ids=row.token_sample_ids(sample_ids),
         cu_seqlens=torch.tensor([0, *np.cumsum(row.segments)], dtype=torch.int32),
         max_seqlen=max(row.segments),
         routed_experts=row.routes(),

@@ -123,7 +123,7 @@ class ShownRunner(EpisodeRunner):
         result = await super().take_step(sampled, messages)
         self._view.show_result(result)
         if self._policy is not None:
-            self._policy.see(result)
+            self._policy.receive(result)
         return result
 
     async def observe(self, result: StepResult) -> None:

@@ -38,7 +38,7 @@ class WrittenPolicy(Protocol):
         """Return the token ids of the next turn. An exception stops the episode."""
         ...
 
-    def see(self, result: StepResult) -> None:
+    def receive(self, result: StepResult) -> None:
         """Receive the result of the last turn."""
 
 
@@ -127,7 +127,7 @@ class Script:
             raise PlayError(f"the script of task {self._task_id} ends before its episode")
         return self._codec.render_assistant(messages)
 
-    def see(self, result: StepResult) -> None:
+    def receive(self, result: StepResult) -> None:
         """Keep the result for the next turn."""
         self._result = result
 
@@ -186,7 +186,7 @@ class Person:
                 # A chat format may be unable to express a call, such as arguments without JSON.
                 self._tell(f"not sent: {error}")
 
-    def see(self, result: StepResult) -> None:
+    def receive(self, result: StepResult) -> None:
         """Do nothing, because the person reads the result in the terminal."""
 
     async def _read(self) -> str:

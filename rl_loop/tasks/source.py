@@ -312,7 +312,7 @@ class TaskSource:
             )
 
         if self._data is not None:
-            self._data.keep(mask)
+            self._data.filter(mask)
             # The cached orders contain the tasks that are left out now.
             self._kept_orders = {}
 
@@ -338,7 +338,7 @@ class TaskSource:
                 len(contaminated),
                 SHARED_WORDS,
             )
-        self._data.keep([not is_copy for is_copy in contaminated])
+        self._data.filter([not is_copy for is_copy in contaminated])
         self._kept_orders = {}
 
     @property
@@ -420,7 +420,7 @@ class TaskSource:
         if limits.episodes is not None:
             within = evaluated_within(limits, self.name, data.row_ids)
         if limits.retry is None:
-            data.keep(within)
+            data.filter(within)
             return
         seed = f"{self.seed}/{self.name}/pass_rate"
         self.selection = TaskSelection(limits, seed, max_staleness)

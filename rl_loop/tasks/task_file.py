@@ -102,7 +102,7 @@ class TaskData:
         """Number of tasks, including those left out."""
         return len(self._numbers)
 
-    def keep(self, mask: Sequence[bool]) -> None:
+    def filter(self, mask: Sequence[bool]) -> None:
         """Leave out the tasks for which ``mask`` is false.
 
         Raises:

@@ -53,10 +53,10 @@ def judge_visibilities(
         return CheckResult(name, title, CheckOutcome.FAILED, summary, visibilities=visibilities)
 
     # The fault that is hardest to see shows how much the check proves.
-    least = min(visible, key=lambda visibility: visibility.visible / visibility.limit)
+    weakest = min(visible, key=lambda visibility: visibility.visible / visibility.limit)
     summary = (
         f"{len(visible)} of {len(visibilities)} faults are visible: they would change tokens by "
-        f"{least.visible:.1e} nats or more (limit {least.limit:.1e}). Tokens differ by "
+        f"{weakest.visible:.1e} nats or more (limit {weakest.limit:.1e}). Tokens differ by "
         f"{worst.deviation:.1e} at most{suffix}"
     )
     return CheckResult(name, title, CheckOutcome.PASSED, summary, visibilities=visibilities)
@@ -73,7 +73,9 @@ def judge_log_probs(
     shown: Sequence[ModelFault],
     top: int = TOP,
 ) -> CheckResult:
-    """Return the result of a check whose log-probs are not plain scores.
+    """Compare log-probs with the reference, and return the result of the check.
+
+    For checks whose log-probs are not the scores of the check run.
 
     Args:
         check_run: state of the check run.
