@@ -148,13 +148,13 @@ class ConversationData:
         Raises:
             DataError: if a source has no usable validation conversation.
         """
-        measured: dict[str, TrainingSamples] = {}
+        samples_by_source: dict[str, TrainingSamples] = {}
         for number, name in enumerate(self._names):
             rows = self._validation_rows[number]
-            separate = self._validation_numbers[number]
+            validation_number = self._validation_numbers[number]
             # A separate file is not split, so all its rows are in ``train``.
-            if rows is not None and separate is not None:
-                samples = self._first_conversations(name, separate, rows, "train", report)
+            if rows is not None and validation_number is not None:
+                samples = self._first_conversations(name, validation_number, rows, "train", report)
             elif self.config.validation_fraction > 0:
                 rows = self._rows[number]
                 samples = self._first_conversations(name, number, rows, "validation", report)
@@ -169,8 +169,8 @@ class ConversationData:
                     "validation_path"
                 )
             # Each source has a separate validation loss.
-            measured[name] = join_samples(samples)
-        return measured
+            samples_by_source[name] = join_samples(samples)
+        return samples_by_source
 
     def _first_conversations(
         self, name: str, number: int, rows: Rows, split: Split, report: RejectionReport

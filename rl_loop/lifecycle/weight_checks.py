@@ -6,7 +6,7 @@ from pathlib import Path
 
 from converters.errors import ConversionError
 from converters.model_extras import read_object
-from converters.peft_settings import read_settings
+from converters.peft_settings import PEFT_CONFIG_FILE, read_settings
 from converters.weight_files import INDEX_FILE, read_index, weight_files
 from megatron_gptoss.checkpoint.directory import ADAPTER_FILE, MODEL_CONFIG_FILE
 from megatron_gptoss.config import AdapterConfig, ModelConfig
@@ -17,7 +17,6 @@ from rl_loop.config.every_run import RunConfig
 from rl_loop.lifecycle.error_hints import how_to_make, how_to_make_weights
 from rl_loop.tracking.run_directory import RunDirectory
 
-PEFT_CONFIG_FILE = "adapter_config.json"
 PEFT_WEIGHTS_FILE = "adapter_model.safetensors"
 NOT_COMPARED = {"initializer_std", "max_length"}
 """Fields of a ModelConfig that do not affect the computation of the weights."""
@@ -60,9 +59,9 @@ def check_weights(key: str, path: Path, model: ModelConfig) -> None:
             f"export of that run (gptoss convert merge BASE {checkpoint} DIR)"
         )
 
-    described = checkpoint / MODEL_CONFIG_FILE
-    if described.exists():
-        _compare_models(key, described, model, _read_model_config)
+    config_file = checkpoint / MODEL_CONFIG_FILE
+    if config_file.exists():
+        _compare_models(key, config_file, model, _read_model_config)
 
 
 def check_initial_adapter(path: Path, adapter: AdapterConfig, model: ModelConfig) -> None:
@@ -206,14 +205,14 @@ def _compare_models(
 
     # Compared field by field, so that the message can name all differences.
     ours = model.model_dump(exclude=NOT_COMPARED)
-    different = [
+    differences = [
         f"{name} is {theirs.get(name)} there, but {value} in `model`"
         for name, value in ours.items()
         if theirs.get(name) != value
     ]
-    if different:
+    if differences:
         raise StartError(
-            f"{key}: {file.parent} is a different model: {', '.join(different)}. Change `model` "
+            f"{key}: {file.parent} is a different model: {', '.join(differences)}. Change `model` "
             "or the path"
         )
 

@@ -1,6 +1,6 @@
-"""Certified server with OpenAI's completions API, such as vLLM.
+"""Server under test with OpenAI's completions API, such as vLLM.
 
-It must accept token ids as prompts and echo their log-probs.
+The server must accept token ids as prompts and echo their log-probs.
 """
 
 import asyncio
@@ -30,7 +30,7 @@ class CompletionsServer(ModelImplementation):
         self._runner = asyncio.Runner()
         try:
             models = self._runner.run(self._call("GET", "/models", None))
-            # Requests must name a model. A checked server serves only one.
+            # Requests must name a model. A server under test has only one.
             self._model = models["data"][0]["id"]
         except (LookupError, TypeError) as error:
             self.close()

@@ -152,7 +152,7 @@ def project(
     return Projection(low, adapter)
 
 
-# The same arguments have any alignment as those of ``gptoss_small_batch_moe``.
+# Addresses may have any alignment, as in ``gptoss_small_batch_moe``.
 @triton.jit(
     do_not_specialize=["total"],
     do_not_specialize_on_alignment=["entries", "sizes", "starts", "blocks", "schedule"],
