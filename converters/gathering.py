@@ -115,7 +115,7 @@ class WeightGathering:
             self, plan, buffer, transposed=transposed, mxfp4_experts=mxfp4_experts, paced=paced
         )
 
-    def confirmed(self, weights: "GatheredWeights") -> Iterator[NamedTensor]:
+    def confirm(self, weights: "GatheredWeights") -> Iterator[NamedTensor]:
         """Yield the tensors of ``weights``, and fail at the end if any rank could not read its own.
 
         A rank that cannot read its weights sends arbitrary values in their place. Collective: every
@@ -145,7 +145,7 @@ class WeightGathering:
             if reason:
                 raise ConversionError(f"rank {rank} could not read its weights: {reason}")
 
-    def unpacked(self, joined: torch.Tensor) -> torch.Tensor:
+    def unpack(self, joined: torch.Tensor) -> torch.Tensor:
         """Dequantize a parameter that was received as MXFP4.
 
         Args:
@@ -366,7 +366,7 @@ class GatheredWeights(Iterator[NamedTensor]):
         """Convert an expert's matrix from MXFP4 messages to the parts that the caller requested."""
         if self._mxfp4_experts:
             return mxfp4_parts(mapping, *separate_scales(joined))
-        return mapping.named_parts(self._gathering.unpacked(joined))
+        return mapping.named_parts(self._gathering.unpack(joined))
 
     def _exchange(self, step: WeightGatherStep) -> list[torch.Tensor | None]:
         """Send or receive the messages of a step.

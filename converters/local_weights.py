@@ -135,7 +135,7 @@ class LocalWeights:
             # Only experts of the same tensor have the same shape and can share a launch.
             if mapping.hf_names == self._mappings[first].hf_names:
                 names.append(mapping.name)
-        joined = append_scales(*mxfp4.quantize(stacked_in_bf16(self._unrounded(names))))
+        joined = append_scales(*mxfp4.quantize(stacked_in_bf16(self._without_rounding(names))))
         return dict(zip(names, joined, strict=True))
 
     def read_stack(
@@ -157,7 +157,7 @@ class LocalWeights:
         if quantized and isinstance(self._weights[names[0]], UnmergedWeight):
             return self._stack_of_bases(mappings[0], names)
         if quantized:
-            return pack_stack(mappings[0], self._unrounded(names))
+            return pack_stack(mappings[0], self._without_rounding(names))
 
         known: Mapping[str, LocalWeight | ExpertFactor] = self._weights
         if names[0] in self._factors:
@@ -198,12 +198,12 @@ class LocalWeights:
                 digests[name] = matrix_digest(blocks, scales)
         return digests
 
-    def _unrounded(self, names: Sequence[str]) -> list[torch.Tensor]:
+    def _without_rounding(self, names: Sequence[str]) -> list[torch.Tensor]:
         """Return the unrounded weights of MXFP4-trained experts."""
         unrounded = []
         for name in names:
             weight = self._weights[name]
             assert isinstance(weight, QuantizedWeight)
             # Quantizing the unrounded values gives the bytes that training computes with.
-            unrounded.append(weight.unrounded())
+            unrounded.append(weight.without_rounding())
         return unrounded

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 from rich.console import Console
 
-from launch.token_display import colored, print_line, token_lines
+from launch.token_display import color_tokens, print_line, token_lines
 from rl_loop.chat.codec import ChatCodec
 from rl_loop.conversations.dataset import ConversationData, Preview
 from rl_loop.conversations.rejections import describe_kinds
@@ -55,7 +55,7 @@ def _print_sample(number: int, sample: DataSample, codec: ChatCodec, console: Co
 
     # Colors are lost in a file, so write the mask as a word there.
     if console.is_terminal:
-        console.print(colored(sample.token_ids, sample.loss_mask, codec), highlight=False)
+        console.print(color_tokens(sample.token_ids, sample.loss_mask, codec), highlight=False)
     else:
         for line in token_lines(sample.token_ids, sample.loss_mask, codec):
             print_line(line, console)

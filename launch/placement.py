@@ -201,9 +201,9 @@ def _describe_roles(plan: NodePlan, rollout: RolloutConfig, sandbox: SandboxConf
     """Return texts for the ranks, servers, workers and sandboxes of one node."""
     roles = []
     if plan.ranks:
-        ranks = _numbered("rank", plan.ranks)
+        ranks = _describe_numbers("rank", plan.ranks)
         if plan.gpus:
-            ranks += f" on {_numbered('GPU', plan.rank_gpus)}"
+            ranks += f" on {_describe_numbers('GPU', plan.rank_gpus)}"
         roles.append(ranks)
 
     if plan.servers:
@@ -212,7 +212,9 @@ def _describe_roles(plan: NodePlan, rollout: RolloutConfig, sandbox: SandboxConf
         places = []
         for number, gpus in zip(plan.servers, plan.server_gpus, strict=True):
             has_gpus = plan.gpus > 0 and bool(gpus)
-            places.append(f"{number} on {_numbered('GPU', gpus)}" if has_gpus else f"{number}")
+            places.append(
+                f"{number} on {_describe_numbers('GPU', gpus)}" if has_gpus else f"{number}"
+            )
         roles.append(f"{servers.name} {', '.join(places)}")
 
     if plan.workers:
@@ -221,7 +223,7 @@ def _describe_roles(plan: NodePlan, rollout: RolloutConfig, sandbox: SandboxConf
     return roles
 
 
-def _numbered(what: str, numbers: list[int]) -> str:
+def _describe_numbers(what: str, numbers: list[int]) -> str:
     """Return "rank 3" or "ranks 0 to 3" for consecutive ``numbers``."""
     if len(numbers) == 1:
         return f"{what} {numbers[0]}"

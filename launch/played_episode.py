@@ -10,7 +10,7 @@ from rich.console import Console
 
 import rl_loop
 from launch.standard_input import StandardInput
-from launch.token_display import colored, print_line, token_lines
+from launch.token_display import color_tokens, print_line, token_lines
 from rl_loop.chat.codec import ChatCodec
 from rl_loop.data.trajectory import FinishReason, Trajectory, TrajectoryGroup
 from rl_loop.environments import StepResult, Task
@@ -72,7 +72,7 @@ class EpisodeTerminal:
                 self._print(line)
         # Colors are lost in a file, which has the mask in the title.
         elif self._console.is_terminal:
-            self._console.print(colored(token_ids, mask, self._codec), highlight=False)
+            self._console.print(color_tokens(token_ids, mask, self._codec), highlight=False)
         else:
             self._print(self._codec.decode(ids))
 

@@ -71,7 +71,7 @@ def token_lines(
         position += len(piece.token_ids)
 
 
-def colored(token_ids: np.ndarray, loss_mask: np.ndarray, codec: ChatCodec) -> Text:
+def color_tokens(token_ids: np.ndarray, loss_mask: np.ndarray, codec: ChatCodec) -> Text:
     """Return the text of tokens. Those that have a loss are on a green background."""
     text = Text()
     for number, piece in enumerate(decode_pieces(token_ids, loss_mask, codec)):

@@ -45,7 +45,7 @@ class PhasePeak:
     other processes between these times are missed.
     """
 
-    def merged(self, other: "PhasePeak") -> "PhasePeak":
+    def merge(self, other: "PhasePeak") -> "PhasePeak":
         """Return the maximum of each value."""
         return PhasePeak(
             allocated=max(self.allocated, other.allocated),
@@ -166,7 +166,7 @@ class PhaseMemory:
             gpu=others + reading.peak_reserved,
         )
         before = self._peaks.get(self._phase)
-        self._peaks[self._phase] = before.merged(peak) if before else peak
+        self._peaks[self._phase] = before.merge(peak) if before else peak
 
 
 def phase_memory() -> PhaseMemory:

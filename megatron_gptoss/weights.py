@@ -97,7 +97,7 @@ class QuantizedWeight:
         """Return the rounded weight [out, in] of dtype ``dtype``, as a new tensor."""
         return self.layer.quantized_weight()
 
-    def unrounded(self) -> Tensor:
+    def without_rounding(self) -> Tensor:
         """Return the unrounded weight [out, in], in the memory and dtype of the parameter."""
         return self.layer.weight.detach()
 

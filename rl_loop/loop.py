@@ -269,7 +269,7 @@ class RlLoop:
             CanaryError: engines that are compared here, such as SGLang, differ from the trainer by
                 more than the tolerance.
         """
-        with record.timed("sync"):
+        with record.time_phase("sync"):
             self.rollouts.sync_weights(self.trainer, version)
             check = partial(
                 check_sync,
@@ -294,7 +294,7 @@ class RlLoop:
 
         Also begin the episodes of later steps, as far as ``max_staleness`` allows.
         """
-        with record.timed("rollout"):
+        with record.time_phase("rollout"):
             held_out = self.held_out if self._is_evaluated(step) else []
             self.collector.begin(step, held_out)
             try:
@@ -312,7 +312,7 @@ class RlLoop:
             CanaryError: they differ by more than the tolerance (``weight_sync.canary``). Episodes
                 since the sync are neither trained on nor recorded.
         """
-        with record.timed("sync"):
+        with record.time_phase("sync"):
             assert self._sync_check is not None
             result = self._sync_check.result()
         self.engine_digests = result.mxfp4_digests
@@ -342,7 +342,7 @@ class RlLoop:
             OffPolicyError: older weights sampled a token and ``algorithm.old_log_probs`` is
                 "detach", or the engine reports a weight version that does not exist yet.
         """
-        with record.timed("prepare"):
+        with record.time_phase("prepare"):
             teachers = self.config.teacher_of_source
             return to_samples(rollouts.train, self.algorithm, step, teachers)
 
@@ -353,7 +353,7 @@ class RlLoop:
 
         Steps with an evaluation also measure the mismatch without routing replay.
         """
-        with record.timed("estimate"):
+        with record.time_phase("estimate"):
             if self.algorithm.estimates:
                 samples = samples.with_columns(**self.trainer.compute_estimates(samples))
             if self.algorithm.compares_sampled_tokens:
@@ -370,7 +370,7 @@ class RlLoop:
     ) -> TrainingSamples:
         """Return the samples with an advantage for every sampled token."""
         limits = self.config.rollout
-        with record.timed("prepare"):
+        with record.time_phase("prepare"):
             add_shaping_metrics(record.metrics, rollouts.train, self.algorithm)
             return assign_advantages(
                 samples,
@@ -387,7 +387,7 @@ class RlLoop:
             ResponseMismatchError: the policy has not sampled one of the episodes. The trainer has
                 the new weights, but the step is neither counted nor saved, and a resume repeats it.
         """
-        with record.timed("update"):
+        with record.time_phase("update"):
             # Engines that restart during the update wait for the new weights.
             with self.rollouts.updating_weights(step + 1):
                 updates = self.trainer.rl_step(samples, step)

@@ -76,7 +76,7 @@ def train_supervised(
         if data.validation and state.step % data.validate_every == 0:
             sampled = validate(record)
 
-        with record.timed("data"):
+        with record.time_phase("data"):
             samples = data.take(state.step)
         recorder.progress.phase("update")
         update = trainer.sft_step(samples, state.step)

@@ -69,7 +69,7 @@ def certify_run(
     check_implementation_name(implementation, has_weights=weights is not None)
 
     from launch.certify_report import write_report
-    from rl_loop.certify.model import prepared
+    from rl_loop.certify.model import prepare_model
     from rl_loop.certify.report import CheckResult
 
     # On standard error, because standard output has the report.
@@ -77,7 +77,7 @@ def certify_run(
         print(f"{result.status.value:11}  {result.name}", file=sys.stderr, flush=True)
 
     # Temporary weights are deleted afterwards, given ones are kept.
-    with prepared(weights, size, precision) as directory:
+    with prepare_model(weights, size, precision) as directory:
         options = CertifyOptions(
             implementation=implementation,
             weights=directory,

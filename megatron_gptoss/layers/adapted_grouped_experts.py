@@ -107,7 +107,7 @@ class AdaptedExpertStack:
 
     def biases(self) -> Tensor:
         """Return all biases, [experts, out] in the model's dtype, without a copy."""
-        return self._stacked([linear.bias for linear in self.linears])
+        return self._stack_tensors([linear.bias for linear in self.linears])
 
     @property
     def scale(self) -> float:
@@ -119,7 +119,7 @@ class AdaptedExpertStack:
         """True if products use merged weights."""
         return self.linears[0].is_merged
 
-    def merged(self, a: Tensor, b: Tensor, scale: float) -> BufferLease:
+    def merge_weights(self, a: Tensor, b: Tensor, scale: float) -> BufferLease:
         """Merge the base with updates in scratch memory.
 
         Args:
@@ -135,10 +135,10 @@ class AdaptedExpertStack:
         memory = scratch_memory(f"merged {self.target}", a.device, a.dtype)
         lease = memory.lease(torch.Size((len(a), b.shape[1], a.shape[2])))
         if isinstance(self.linears[0].weight, Mxfp4Weight):
-            _, blocks, scales = (self._stacked(tensors) for tensors in self._tensors())
+            _, blocks, scales = (self._stack_tensors(tensors) for tensors in self._tensors())
             merge_mxfp4(blocks, scales, a, b, scale, out=lease.tensor)
         else:
-            _, weights = (self._stacked(tensors) for tensors in self._tensors())
+            _, weights = (self._stack_tensors(tensors) for tensors in self._tensors())
             merge(weights, a, b, scale, out=lease.tensor)
         return lease
 
@@ -157,7 +157,7 @@ class AdaptedExpertStack:
             nonlocal lease
             weights = None if lease is None else lease.read()
             if weights is None:
-                lease = self.merged(*empty)
+                lease = self.merge_weights(*empty)
                 weights = lease.tensor
             return weights
 
@@ -174,7 +174,7 @@ class AdaptedExpertStack:
             tensors.append(weights)
         return tensors
 
-    def _stacked(self, tensors: Sequence[Tensor]) -> Tensor:
+    def _stack_tensors(self, tensors: Sequence[Tensor]) -> Tensor:
         """Return contiguous tensors as one view [experts, ...]."""
         stack = _as_stack(tensors)
         if stack is None:
@@ -223,7 +223,7 @@ class _MergedGroupedLinear(torch.autograd.Function):
     ) -> Tensor:
         x = x.contiguous()
         scale = stack.scale
-        merged = stack.merged(a, b, scale)
+        merged = stack.merge_weights(a, b, scale)
 
         ctx.save_for_backward(x, a, b)
         ctx.stack = stack
@@ -247,7 +247,7 @@ class _MergedGroupedLinear(torch.autograd.Function):
         if needs_x:
             weights = ctx.merged.read()
             if weights is None:
-                weights = ctx.stack.merged(a, b, ctx.scale).tensor
+                weights = ctx.stack.merge_weights(a, b, ctx.scale).tensor
             grad_x = multiply_by_transposed_weights(grad, weights, ctx.row_counts)
         if needs_a or needs_b:
             grad_a, grad_b = _factor_gradients(grad, x, a, b, ctx.row_counts)

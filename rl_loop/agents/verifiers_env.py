@@ -43,7 +43,7 @@ async def run(task: dict[str, Any], base_url: str, api_key: str) -> float:
     """
     import verifiers.v1 as vf
 
-    environment = await _served(task["env"])
+    environment = await _serve_policy(task["env"])
     chosen = next(islice(environment.taskset, task["index"], None), None)
     if chosen is None:
         reason = (
@@ -95,7 +95,7 @@ def rows(taskset: str, settings: dict[str, Any] | None = None) -> Iterator[dict[
         yield {"prompt": prompt, "env": env, "index": task.data.idx}
 
 
-async def _served(env: dict[str, Any]) -> Any:
+async def _serve_policy(env: dict[str, Any]) -> Any:
     """Return the environment of a configuration, with running servers.
 
     All episodes of this process with the same configuration share it.

@@ -78,7 +78,7 @@ def rollout_correction(
     log_rho = torch.where(mask, log_rho.detach(), 0.0)
     correction = _weigh(config, log_rho, mask, sequences)
     dropped = correction.dropped
-    dropped.update(_rejected(config, log_rho, mask, sequences))
+    dropped.update(_find_rejected(config, log_rho, mask, sequences))
 
     if config.off_policy_limit and log_old_over_new is not None:
         # Spliced tokens count here, because both sides are the trainer's.
@@ -93,7 +93,7 @@ def rollout_correction(
     return correction
 
 
-def _rejected(
+def _find_rejected(
     config: CorrectionConfig, log_rho: torch.Tensor, mask: torch.Tensor, sequences: SequenceIndex
 ) -> dict[str, torch.Tensor]:
     """Return the tokens that the configured tests of rho drop: bool [tokens] by reason."""

@@ -20,7 +20,7 @@ from rl_loop.certify.implementation import ModelImplementation, ScoredSequence, 
 from rl_loop.certify.model import WeightSet
 from rl_loop.certify.probe_sequences import ProbeSequence, ProbeSequences
 from rl_loop.certify.report import FaultVisibility
-from rl_loop.certify.variants import EXACT, FaultyVariant, ReferenceModel, ReferenceResult, combined
+from rl_loop.certify.variants import EXACT, FaultyVariant, ReferenceModel, ReferenceResult, combine
 from rl_loop.harmony.vocabulary import Vocabulary
 
 SAFETY = 3.0
@@ -118,7 +118,7 @@ class CheckRun:
 
     def log_probs(self, sequences: Sequence[ProbeSequence]) -> Tensor:
         """Return the implementation's log-probs of sequences, concatenated, fp64."""
-        return joined([scored.log_probs for scored in self.scored(sequences)])
+        return concatenate([scored.log_probs for scored in self.scored(sequences)])
 
     def evaluated(
         self,
@@ -192,7 +192,7 @@ class CheckRun:
         """Search the implementation's scores for faults in addition to those of ``start``."""
 
         def with_fault(fault: ModelFault) -> Tensor:
-            return self.expected(sequences, combined(start, fault.variant))
+            return self.expected(sequences, combine(start, fault.variant))
 
         return self.measure_visibility(
             faults,
@@ -249,7 +249,7 @@ class CheckRun:
         return tuple(visibilities)
 
 
-def joined(values: Sequence[Sequence[float]]) -> Tensor:
+def concatenate(values: Sequence[Sequence[float]]) -> Tensor:
     """Concatenate log-probs of several sequences in fp64."""
     return torch.cat([torch.as_tensor(value, dtype=torch.float64) for value in values])
 

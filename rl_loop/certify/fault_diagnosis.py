@@ -11,7 +11,7 @@ from torch import Tensor
 
 from rl_loop.certify.check_run import gap
 from rl_loop.certify.faults import ModelFault
-from rl_loop.certify.variants import FaultyVariant, combined
+from rl_loop.certify.variants import FaultyVariant, combine
 
 MAX_FAULTS = 3
 """Maximum number of faults per implementation."""
@@ -66,13 +66,13 @@ def explain(
         gaps = {}
         for fault in candidates:
             if fault not in faults:
-                gaps[fault] = gap(actual, evaluate(combined(variant, fault.variant)))
+                gaps[fault] = gap(actual, evaluate(combine(variant, fault.variant)))
         # min keeps the first of equal gaps, and the dict keeps the order of the candidates.
         best = min(gaps, key=lambda fault: gaps[fault])
         # Some fault is always the closest. If it explains little, it is not the cause.
         if gaps[best] > WORTHWHILE * after:
             break
         faults.append(best)
-        variant = combined(variant, best.variant)
+        variant = combine(variant, best.variant)
         after = gaps[best]
     return FaultExplanation(tuple(faults), variant, before, after, after <= limit)

@@ -147,7 +147,7 @@ def prepare(directory: Path, size: Size, precision: Precision, seed: int = 0) ->
 
 
 @contextmanager
-def prepared(directory: Path | None, size: Size, precision: Precision) -> Iterator[Path]:
+def prepare_model(directory: Path | None, size: Size, precision: Precision) -> Iterator[Path]:
     """Yield ``directory``, or a temporary directory with new weights if it is None."""
     if directory is not None:
         yield directory

@@ -121,17 +121,17 @@ class CertifyReport:
             "",
         ]
         for result in self.results:
-            # NOT VISIBLE has 11 columns. With 2 blanks this gives the indent of ``_indented``.
+            # NOT VISIBLE has 11 columns. With 2 blanks this gives the indent of ``_indent``.
             lines.append(f"{result.status.value.upper():11}  {result.name}: {result.title}")
-            lines += _indented(result.summary)
+            lines += _indent(result.summary)
             for cause in result.causes:
-                lines += _indented(f"cause: {cause.name}")
+                lines += _indent(f"cause: {cause.name}")
                 if cause.source:
-                    lines += _indented(f"seen before: {cause.source}")
+                    lines += _indent(f"seen before: {cause.source}")
         return "\n".join(lines)
 
 
-def _indented(text: str) -> list[str]:
+def _indent(text: str) -> list[str]:
     indent = " " * 13
     return textwrap.wrap(text, TEXT_COLUMNS, initial_indent=indent, subsequent_indent=indent)
 

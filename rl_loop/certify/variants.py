@@ -241,9 +241,9 @@ class _VariantWeights:
         if name.endswith("router.bias"):
             if variant.router_bias == "absent":
                 return torch.zeros_like(tensor)
-            return _rounded(tensor) if variant.router_bias == "bf16" else tensor
+            return _round(tensor) if variant.router_bias == "bf16" else tensor
         if variant.bf16_biases and name.endswith("bias"):
-            return _rounded(tensor)
+            return _round(tensor)
         return tensor
 
 
@@ -288,7 +288,7 @@ class VariantGptOss(GptOss):
         if self.variant.yarn == "cut":
             positions = positions.clamp(max=self.config.yarn_original_length - 1)
         # bf16 has 8 significant bits, so positions above 256 are no longer exact.
-        return _rounded(positions.float()) if self.variant.bf16_positions else positions
+        return _round(positions.float()) if self.variant.bf16_positions else positions
 
     def has_window(self, layer: int) -> bool:
         windows = {"even": layer % 2 == 0, "odd": layer % 2 == 1, "all": True, "none": False}
@@ -389,11 +389,11 @@ def _split_gate_up(x: Tensor, variant: FaultyVariant, what: GateUpPart) -> tuple
     return x[..., 0::2], x[..., 1::2]
 
 
-def _rounded(x: Tensor) -> Tensor:
+def _round(x: Tensor) -> Tensor:
     return x.to(torch.bfloat16).to(x.dtype)
 
 
-def combined(first: FaultyVariant, second: FaultyVariant) -> FaultyVariant:
+def combine(first: FaultyVariant, second: FaultyVariant) -> FaultyVariant:
     """Return a variant with the faults of both. If both set a field, the second one wins."""
     # A field without a fault must not undo the first variant's fault.
     changes = {}

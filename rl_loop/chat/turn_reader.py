@@ -69,15 +69,15 @@ class GrowingMessage:
         ]
         if found:
             self.is_over = True
-            return self._decoded(data[: min(found)[1]])
+            return self._decode(data[: min(found)[1]])
         kept = _longest_beginning(data, self.markers)
         self._held = data[len(data) - kept :]
-        return self._decoded(data[: len(data) - kept])
+        return self._decode(data[: len(data) - kept])
 
     def end(self) -> list[MessageDelta]:
         """Return the text that was held back, because the message has ended without a marker."""
         self.is_over = True
-        return self._decoded(self._held)
+        return self._decode(self._held)
 
     def delta(self, text: str) -> MessageDelta:
         """Return a delta with the tokens that begin in the text so far."""
@@ -88,7 +88,7 @@ class GrowingMessage:
             tokens.append(self._waiting.popleft()[1])
         return MessageDelta(self.number, self.message, text, tuple(tokens))
 
-    def _decoded(self, data: bytes) -> list[MessageDelta]:
+    def _decode(self, data: bytes) -> list[MessageDelta]:
         try:
             text = self._decoder.decode(data)
         except UnicodeDecodeError:
@@ -99,7 +99,7 @@ class GrowingMessage:
         return [self.delta(text)] if text else []
 
 
-def joined(deltas: Sequence[MessageDelta]) -> list[MessageDelta]:
+def join_deltas(deltas: Sequence[MessageDelta]) -> list[MessageDelta]:
     """Join consecutive deltas of one message."""
     result: list[MessageDelta] = []
     for delta in deltas:

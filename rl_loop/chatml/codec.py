@@ -101,7 +101,7 @@ class ChatMl:
         tools: Sequence[Tool | BuiltinTool | PythonTool] = (),
     ) -> list[int]:
         """Render messages that were read, like ``render_prompt``. Raises ValueError for a tool."""
-        return self._render_prefix(messages, self._described(tools))
+        return self._render_prefix(messages, self._describe(tools))
 
     def _render_prefix(
         self, messages: Sequence[ChatMessage], functions: Sequence[dict[str, Any]]
@@ -184,7 +184,7 @@ class ChatMl:
         system = json.dumps(self._prompt.system or "")
         return f"{{%- set default_system = {system} -%}}\n{CHAT_TEMPLATE}"
 
-    def _described(self, tools: Sequence[Tool | BuiltinTool | PythonTool]) -> list[dict[str, Any]]:
+    def _describe(self, tools: Sequence[Tool | BuiltinTool | PythonTool]) -> list[dict[str, Any]]:
         """Return the tools in OpenAI's format. Raises ValueError if one cannot be described."""
         check_names(tools)
         # Tools are read even if the prompt does not describe them, so that a wrong one is always

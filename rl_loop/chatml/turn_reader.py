@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from rl_loop.chat.messages import ParsedMessage
-from rl_loop.chat.turn_reader import GrowingMessage, MessageDelta, joined, stop_markers
+from rl_loop.chat.turn_reader import GrowingMessage, MessageDelta, join_deltas, stop_markers
 from rl_loop.chatml.vocabulary import TOOL_CALL, ChatMlVocabulary
 
 
@@ -43,4 +43,4 @@ class ChatMlReader:
                 break
             deltas += self._current.add(self._vocabulary.token_bytes(token), self._position)
             self._position += 1
-        return joined(deltas)
+        return join_deltas(deltas)

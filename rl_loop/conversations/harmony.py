@@ -182,7 +182,7 @@ class HarmonyRenderer:
                 end = "<|call|>" if entry.is_call else "<|return|>"
                 end = None if is_truncated else end
             text = message_text(entry.message)
-            parsed = _parsed(entry.message, text)
+            parsed = _parse_message(entry.message, text)
             sample.add(self._harmony.render_sampled(parsed, end), entry.in_loss)
 
     def _check_round_trip(self, turn: Sequence[ConversationEntry]) -> None:
@@ -192,7 +192,7 @@ class HarmonyRenderer:
             ConversationError: if it does not. The message names the file's message.
         """
         # Texts are encoded as plain text, so only headers can be misread. Few are distinct.
-        messages = tuple(_parsed(entry.message, "") for entry in turn)
+        messages = tuple(_parse_message(entry.message, "") for entry in turn)
         reason = self._header_faults.get(messages)
         if reason is None:
             reason = self._find_header_fault(messages)
@@ -246,7 +246,7 @@ class HarmonyRenderer:
         return ids
 
 
-def _parsed(message: Message, text: str) -> ParsedMessage:
+def _parse_message(message: Message, text: str) -> ParsedMessage:
     """Return an assistant message in sampled form, with another text."""
     return ParsedMessage(message.channel or "", message.recipient, message.content_type, text)
 

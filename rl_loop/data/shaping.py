@@ -59,13 +59,15 @@ def shaping_terms(groups: Sequence[TrajectoryGroup], config: AlgorithmConfig) ->
         column = [
             value
             for of_task in episodes
-            for value in _checked(name, compute(of_task, **term.options), of_task)
+            for value in _check_values(name, compute(of_task, **term.options), of_task)
         ]
         columns.append(torch.tensor(column, dtype=torch.float64))
     return torch.stack(columns, dim=1) if columns else torch.zeros(count, 0, dtype=torch.float64)
 
 
-def _checked(name: str, values: Sequence[float], episodes: Sequence[Trajectory]) -> list[float]:
+def _check_values(
+    name: str, values: Sequence[float], episodes: Sequence[Trajectory]
+) -> list[float]:
     """Return the values of one task. Raises ValueError if they are not one number per episode."""
     # Also accepts arrays and tensors of one dimension.
     numbers = [float(value) for value in values]

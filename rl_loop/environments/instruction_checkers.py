@@ -143,7 +143,7 @@ def draw_constraint(name: str, seed: int) -> tuple[TextConstraint, str]:
     """
     checker = ifeval_checkers()[name](name)
     # Checkers draw their arguments from Python's global generator.
-    with _seeded(seed):
+    with _fixed_seed(seed):
         text = checker.build_description()
         arguments = checker.get_instruction_args() or {}
     return TextConstraint(name, arguments), text
@@ -242,7 +242,7 @@ def make_checker(constraint: TextConstraint, prompt: str) -> Any:
     checker = checker_class(name)(name)
 
     # Equal constraints get equal checkers.
-    with _seeded(json.dumps([name, arguments], sort_keys=True, default=str)):
+    with _fixed_seed(json.dumps([name, arguments], sort_keys=True, default=str)):
         checker.build_description(**arguments)
         # Checkers that compare with the prompt have an argument "prompt".
         described = checker.get_instruction_args()
@@ -287,7 +287,7 @@ def count_capital_words(text: str) -> int:
 
 
 @contextmanager
-def _seeded(seed: int | str) -> Iterator[None]:
+def _fixed_seed(seed: int | str) -> Iterator[None]:
     """Seed the global generator of the checkers within the block, and restore it afterwards.
 
     Not thread-safe: two threads would draw from the same generator.

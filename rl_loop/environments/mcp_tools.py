@@ -154,7 +154,7 @@ class McpEnvironment(ReplayedEnvironment[McpOptions]):
         if self.toolbox is None:
             offered = offered_without_episode(self.options.servers, self.row)
         else:
-            offered = self.toolbox.offered()
+            offered = self.toolbox.tools_for_prompt()
         # A policy that could call it could reset its own task.
         return [tool for tool in offered if tool.name != self.options.setup_tool]
 

@@ -24,7 +24,7 @@ from rl_loop.extras import MissingExtraError
 from rl_loop.infrastructure import describe
 from rl_loop.rewards import CheckerError
 from rl_loop.rewards.checker_pool import CheckerPool
-from rl_loop.rewards.math_answer import last_boxed, normalized
+from rl_loop.rewards.math_answer import last_boxed, normalize_answer
 
 DATASET_SIZE = 10_000
 """Items per data set of a generator. Some generators create a list of this length."""
@@ -86,7 +86,7 @@ class ReasoningGymEnvironment(Environment):
         score = await _processes.judge_async(
             (place, boxed), too_expensive=0.0, control=(place, None)
         )
-        return self.end_with_score(score, normalized(boxed))
+        return self.end_with_score(score, normalize_answer(boxed))
 
     def reference_answer(self) -> str:
         return rf"\boxed{{{self.task.ground_truth}}}"
@@ -131,11 +131,11 @@ def score(question: tuple[list[Any], str | None]) -> float:
     if answer is None:
         answer = item["answer"]
     try:
-        return _checked(items.score_answer(answer, item))
+        return _check_score(items.score_answer(answer, item))
     except Exception as error:
         # The correct answer tells a malformed answer from a broken scorer.
         try:
-            _checked(items.score_answer(item["answer"], item))
+            _check_score(items.score_answer(item["answer"], item))
         except Exception:
             raise CheckerError(f"the scorer of {dataset[0]} fails: {describe(error)}") from error
         return 0.0
@@ -153,7 +153,7 @@ _processes = CheckerPool(
 atexit.register(_processes.close)
 
 
-def _checked(score: Any) -> float:
+def _check_score(score: Any) -> float:
     """Return a scorer's result. Raises ValueError if it is not a finite number."""
     if not math.isfinite(score):
         raise ValueError(f"the score is {score!r}, not a finite number")

@@ -22,7 +22,7 @@ from rl_loop.environments.base import (
 )
 from rl_loop.environments.scripted_messages import final, think
 from rl_loop.environments.tool_calls import ToolError, UnknownToolError, parse_arguments
-from rl_loop.rewards.math_answer import is_correct_async, is_number, last_boxed, normalized
+from rl_loop.rewards.math_answer import is_correct_async, is_number, last_boxed, normalize_answer
 from rl_loop.sandbox import ExecutionResult
 
 NEW_SESSION = (
@@ -193,7 +193,7 @@ class ReToolEnvironment(Environment):
         if self.reward.tool_use_bonus and not correct and scale != 0:
             bonus = min(0.4, 0.1 * (self._calls // 2))
             score += bonus / scale
-        return self.end_with_score(score, normalized(answer))
+        return self.end_with_score(score, normalize_answer(answer))
 
 
 def build_messages(question: str, options: ReToolOptions) -> list[dict[str, Any]]:

@@ -13,7 +13,7 @@ from rl_loop.data.trajectory import FinishReason
 from rl_loop.engines.protocol import GenerateResult
 from rl_loop.gateway.raw_prompt import text_range
 from rl_loop.gateway.request import MessageDigest, message_digest
-from rl_loop.gateway.stop_text import StopCut, find_stop, shortened
+from rl_loop.gateway.stop_text import StopCut, find_stop, shorten
 
 
 @dataclass(frozen=True)
@@ -145,7 +145,7 @@ def read_turn(
     if cut is None:
         turn = _parsed_turn(codec, sampled, tools, response_id)
     else:
-        sampled = shortened(sampled, cut.kept)
+        sampled = shorten(sampled, cut.kept)
         turn = _stopped_turn(codec, sampled.output_ids, cut, tools, response_id)
     turn = replace(turn, reasoning_tokens=codec.reasoning_tokens(sampled.output_ids))
     # Computed here, because a worker may run this function, and pickle passes cached values on.

@@ -21,7 +21,7 @@ from rl_loop.data.trajectory import FinishReason
 from rl_loop.gateway.answer import FunctionCall
 from rl_loop.gateway.body import json_text
 from rl_loop.gateway.chat_stream import ChatEvents
-from rl_loop.gateway.errors import invalid_request, unsupported
+from rl_loop.gateway.errors import invalid_request, unsupported_error
 from rl_loop.gateway.fields import CHAT_FIELDS
 from rl_loop.gateway.node import TokenUsage, TurnNode
 from rl_loop.gateway.parameters import (
@@ -30,11 +30,11 @@ from rl_loop.gateway.parameters import (
     answer_schema,
     build_constraint,
     mapping,
-    offered,
     parse_effort,
     parse_functions,
     parse_parameters,
     parse_text,
+    select_tools,
     text_value,
 )
 from rl_loop.gateway.request import TurnRequest
@@ -140,7 +140,7 @@ def _turn_request(parameters: ChatParameters) -> TurnRequest:
 
     if parameters.top_logprobs and not parameters.logprobs:
         raise invalid_request("needs logprobs: true", "top_logprobs")
-    tools = offered(functions, _tool_choice(parameters.tool_choice))
+    tools = select_tools(functions, _tool_choice(parameters.tool_choice))
     schema = answer_schema(parameters.response_format, "response_format", nested="json_schema")
     # ``max_tokens`` is the deprecated name of ``max_completion_tokens``. If both are set, both
     # hold.
@@ -161,11 +161,11 @@ def _turn_request(parameters: ChatParameters) -> TurnRequest:
 
 
 def _tool_choice(choice: Any) -> Any:
-    """Return the choice in the form of ``offered``. Raises ApiError if it is unknown."""
+    """Return the choice in the form of ``select_tools``. Raises ApiError if it is unknown."""
     if not isinstance(choice, dict):
         return choice
     if choice.get("type") != "function":
-        raise unsupported("tool_choice", f"{choice.get('type')!r} is not a function")
+        raise unsupported_error("tool_choice", f"{choice.get('type')!r} is not a function")
     return mapping(choice.get("function"), "tool_choice.function")
 
 
@@ -197,7 +197,7 @@ def _assistant_message(entry: dict[str, Any], where: str) -> dict[str, Any]:
     # No chat format can render these keys. Leaving them out would silently change the conversation.
     for key in ("audio", "function_call", "refusal"):
         if entry.get(key) is not None:
-            raise unsupported(f"{where}.{key}", "no chat format can render it")
+            raise unsupported_error(f"{where}.{key}", "no chat format can render it")
 
     message: dict[str, Any] = {"role": "assistant", "content": ""}
     # Clients repeat a turn that has only calls with null, as ``_content`` returns it.

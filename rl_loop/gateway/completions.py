@@ -191,7 +191,7 @@ class CompletionEvents:
         if self._include_usage:
             yield self._frame | {"choices": [], "usage": usage}
 
-    def failed(self, error: ApiError) -> Iterator[dict[str, Any]]:
+    def error_events(self, error: ApiError) -> Iterator[dict[str, Any]]:
         """Yield the chunk of an error, which OpenAI's clients raise."""
         yield error.body()
 

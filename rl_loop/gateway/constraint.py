@@ -14,7 +14,7 @@ import numpy as np
 
 from rl_loop.chat.codec import ChatCodec, Vocabulary
 from rl_loop.engines.protocol import TokenMatcher
-from rl_loop.gateway.errors import invalid_request, unsupported
+from rl_loop.gateway.errors import invalid_request, unsupported_error
 from rl_loop.gateway.request import TurnConstraint
 
 if TYPE_CHECKING:
@@ -89,7 +89,7 @@ def compile_constraint(codec: ChatCodec, constraint: TurnConstraint) -> NewMatch
         from llguidance import LLMatcher
     except ImportError:
         message = "it needs llguidance, the extra `constraints` of the server"
-        raise unsupported(constraint.parameter, message) from None
+        raise unsupported_error(constraint.parameter, message) from None
 
     schema = None if constraint.schema is None else _with_options(constraint.schema)
     arguments = {

@@ -69,7 +69,7 @@ def invalid_request(message: str, parameter: str) -> ApiError:
     return ApiError(400, "invalid_request", f"{parameter}: {message}", parameter=parameter)
 
 
-def unsupported(parameter: str, reason: str) -> ApiError:
+def unsupported_error(parameter: str, reason: str) -> ApiError:
     """Return the error for a parameter that the gateway does not support."""
     message = f"{parameter} is not supported here: {reason}"
     return ApiError(400, "unsupported_parameter", message, parameter=parameter)

@@ -113,7 +113,7 @@ class TurnForest:
         conversation, digests = request.messages, request.digests
         if request.previous_id is not None:
             previous = self.node(request.previous_id)
-            conversation, digests = _continued(previous, request)
+            conversation, digests = _find_continued(previous, request)
             if len(conversation) > MAX_MESSAGES:
                 message = f"the conversation has more than {MAX_MESSAGES} messages"
                 raise invalid_request(message, "previous_response_id")
@@ -234,7 +234,7 @@ class TurnForest:
         return trajectories
 
 
-def _continued(
+def _find_continued(
     previous: TurnNode, request: TurnRequest
 ) -> tuple[tuple[dict[str, Any], ...], tuple[MessageDigest, ...]]:
     """Return the messages up to a request that continues a stored response, and their digests."""

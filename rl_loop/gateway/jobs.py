@@ -102,14 +102,14 @@ class RenderJob:
 
     def run(self, codec: ChatCodec) -> "RenderedMessages":
         """Return the tokens. Raises ApiError if the messages cannot be rendered."""
-        rendered = self._rendered(codec)
+        rendered = self._render(codec)
         count = len(rendered.new_ids)
         if count > self.max_tokens:
             # Unpickling millions of tokens would block the event loop.
             return RenderedMessages([], [], too_many=count)
         return rendered
 
-    def _rendered(self, codec: ChatCodec) -> "RenderedMessages":
+    def _render(self, codec: ChatCodec) -> "RenderedMessages":
         """Return the tokens of the request's messages. Raises ApiError."""
         try:
             if self.stored is None:

@@ -228,7 +228,7 @@ def new_completion(
     """Make the node of a sampled completion. The arguments are those of ``new_node``."""
     assert request.prompt is not None
     ids = sampled.result.output_ids
-    completed = request.prompt.extended(turn.answer.content, ids)
+    completed = request.prompt.extend(turn.answer.content, ids)
     return TurnNode(
         response_id=response_id,
         parent=prompt.parent,

@@ -19,7 +19,7 @@ from pydantic import (
 
 from rl_loop.chat.codec import Effort
 from rl_loop.chat.tools import Tool, check_names
-from rl_loop.gateway.errors import ApiError, invalid_request, unsupported
+from rl_loop.gateway.errors import ApiError, invalid_request, unsupported_error
 from rl_loop.gateway.fields import FieldBehavior, RequestField, RequestFields, fields_by_name
 from rl_loop.gateway.request import TurnConstraint
 
@@ -146,11 +146,11 @@ def _with_effect(
         if value is None or (field is not None and field.behavior is FieldBehavior.IGNORED):
             continue
         if field is None:
-            raise unsupported(name, "unknown parameter")
+            raise unsupported_error(name, "unknown parameter")
         if field.behavior is FieldBehavior.REFUSED:
             # Compared with ==, so that 0.0 is as neutral as 0.
             if value not in field.neutral:
-                raise unsupported(name, field.note)
+                raise unsupported_error(name, field.note)
             continue
         has_inner = any(other.startswith(f"{name}.") for other in fields)
         if has_inner and isinstance(value, dict):
@@ -169,7 +169,7 @@ def validated[Model: BaseModel](kind: type[Model], parameters: dict[str, Any]) -
         key = ".".join(str(part) for part in mistake["loc"])
         # Pydantic's type for a key that the model does not have.
         if mistake["type"] == "extra_forbidden":
-            raise unsupported(key, "unknown parameter") from None
+            raise unsupported_error(key, "unknown parameter") from None
         raise invalid_request(mistake["msg"], key) from None
 
 
@@ -269,7 +269,7 @@ class OfferedTools:
     """Functions of which the turn must call one. Empty if the policy may answer."""
 
 
-def offered(tools: Sequence[Tool], tool_choice: Any) -> OfferedTools:
+def select_tools(tools: Sequence[Tool], tool_choice: Any) -> OfferedTools:
     """Return the functions that a prompt describes, and those of which one must be called.
 
     With "none" the prompt describes no function, because sampling cannot forbid a call.

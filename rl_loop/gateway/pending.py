@@ -69,7 +69,7 @@ class PendingTurns:
             TurnsClosedError: the session was closed.
             Exception: whatever the turn raises.
         """
-        pending = self._retried(fingerprint) if is_retry else None
+        pending = self._find_retried(fingerprint) if is_retry else None
         if pending is None:
             pending = PendingTurn(asyncio.create_task(take_turn()))
             self._turns.setdefault(fingerprint, []).append(pending)
@@ -110,7 +110,7 @@ class PendingTurns:
             with suppress(asyncio.CancelledError, Exception):
                 await task
 
-    def _retried(self, fingerprint: bytes) -> PendingTurn | None:
+    def _find_retried(self, fingerprint: bytes) -> PendingTurn | None:
         """Return a turn in flight for which one client waits."""
         # If two clients wait for a turn, the second one is the retry already. A third request is
         # another client's.

@@ -101,7 +101,7 @@ class TurnPromptRenderer:
         else:
             text = prompt.text_from(begin)
             # Text of the client does not have the token that ended the completion.
-            ends = self._dropped_end(parent)
+            ends = self._drop_end(parent)
             if ends and text.startswith(ends):
                 is_whole, text = True, text.removeprefix(ends)
             if len(text) > MAX_O200K_TOKEN_BYTES * self.max_tokens:
@@ -123,7 +123,7 @@ class TurnPromptRenderer:
             raise PromptTooLongError(str(tokens))
         return encoded
 
-    def _dropped_end(self, parent: TurnNode | None) -> str:
+    def _drop_end(self, parent: TurnNode | None) -> str:
         """Return the name of the token that ended a completion. Empty if there is none."""
         if parent is None or parent.dropped != 1 or parent.closing:
             return ""

@@ -8,7 +8,7 @@ import numpy as np
 
 from rl_loop.chat.codec import ChatCodec
 from rl_loop.chat.messages import ParsedMessage
-from rl_loop.chat.turn_reader import GrowingMessage, MessageDelta, joined, stop_markers
+from rl_loop.chat.turn_reader import GrowingMessage, MessageDelta, join_deltas, stop_markers
 
 PromptKind = Literal["text", "token ids"]
 ID_BYTES = 4
@@ -44,7 +44,7 @@ class RawPrompt:
         ids: list[int] = np.frombuffer(self.content[begin:], dtype="<i4").tolist()
         return ids
 
-    def extended(self, text: str, ids: Sequence[int]) -> "RawPrompt":
+    def extend(self, text: str, ids: Sequence[int]) -> "RawPrompt":
         """Return the prompt with a completion behind it, as the client has them.
 
         Args:
@@ -89,4 +89,4 @@ class RawReader:
             piece = self._codec.vocabulary.token_bytes(token)
             deltas += self._current.add(piece, self._position)
             self._position += 1
-        return joined(deltas)
+        return join_deltas(deltas)

@@ -16,7 +16,7 @@ from rl_loop.chat.open_calls import with_outputs_in_order
 from rl_loop.data.trajectory import FinishReason
 from rl_loop.gateway.answer import AnswerText
 from rl_loop.gateway.body import json_text
-from rl_loop.gateway.errors import invalid_request, unsupported
+from rl_loop.gateway.errors import invalid_request, unsupported_error
 from rl_loop.gateway.fields import RESPONSES_FIELDS
 from rl_loop.gateway.node import TokenUsage, TurnNode
 from rl_loop.gateway.parameters import (
@@ -25,11 +25,11 @@ from rl_loop.gateway.parameters import (
     answer_schema,
     build_constraint,
     mapping,
-    offered,
     parse_effort,
     parse_functions,
     parse_parameters,
     parse_text,
+    select_tools,
     text_value,
 )
 from rl_loop.gateway.request import TurnRequest
@@ -169,7 +169,7 @@ class ResponsesCall:
 def _turn_request(parameters: ResponsesParameters) -> TurnRequest:
     """Return the request for a turn. Raises ApiError."""
     functions = parse_functions(parameters.tools)
-    tools = offered(functions, _tool_choice(parameters.tool_choice))
+    tools = select_tools(functions, _tool_choice(parameters.tool_choice))
     schema = answer_schema(parameters.text.format, "text.format")
 
     log_probs = INCLUDED_LOG_PROBS in parameters.include
@@ -193,9 +193,9 @@ def _turn_request(parameters: ResponsesParameters) -> TurnRequest:
 
 
 def _tool_choice(choice: Any) -> Any:
-    """Return the choice in the form of ``offered``. Raises ApiError if it is unknown."""
+    """Return the choice in the form of ``select_tools``. Raises ApiError if it is unknown."""
     if isinstance(choice, dict) and choice.get("type") != "function":
-        raise unsupported("tool_choice", f"{choice.get('type')!r} is not a function")
+        raise unsupported_error("tool_choice", f"{choice.get('type')!r} is not a function")
     return choice
 
 

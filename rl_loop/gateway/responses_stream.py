@@ -109,7 +109,7 @@ class ResponsesEvents:
         yield from self._close(answer["status"])
         yield self._event(f"response.{answer['status']}", response=answer)
 
-    def failed(self, error: ApiError) -> Iterator[dict[str, Any]]:
+    def error_events(self, error: ApiError) -> Iterator[dict[str, Any]]:
         """Yield the event of an error. OpenAI's clients raise it because of the key ``error``."""
         body = error.body()["error"]
         fields = {key: body[key] for key in ("code", "message", "param")}

@@ -34,7 +34,7 @@ class AnswerEvents(Protocol):
         """Yield the events of deltas of one choice."""
         ...
 
-    def failed(self, error: ApiError) -> Iterator[dict[str, Any]]:
+    def error_events(self, error: ApiError) -> Iterator[dict[str, Any]]:
         """Yield the events of an error."""
         ...
 
@@ -230,7 +230,7 @@ class StreamedTurns:
     async def send_error(self, error: ApiError) -> web.StreamResponse:
         """End the stream with an error."""
         assert self._events is not None
-        await self._stream.send(self._events.failed(error))
+        await self._stream.send(self._events.error_events(error))
         return await self._stream.end(is_done=False)
 
     async def _send(

@@ -26,7 +26,7 @@ from rl_loop.engines.protocol import (
 )
 from rl_loop.gateway.answer import ReadTurn
 from rl_loop.gateway.constraint import NewMatcher, compile_constraint
-from rl_loop.gateway.errors import ApiError, invalid_content, unsupported
+from rl_loop.gateway.errors import ApiError, invalid_content, unsupported_error
 from rl_loop.gateway.forest import TurnForest
 from rl_loop.gateway.jobs import RequestJob, RequestWorkers, SessionJobs, TurnJob
 from rl_loop.gateway.node import TurnNode, new_completion, new_node
@@ -36,7 +36,7 @@ from rl_loop.gateway.prompts import History, PromptTooLongError, TurnPromptRende
 from rl_loop.gateway.raw_prompt import text_range
 from rl_loop.gateway.request import TurnRequest
 from rl_loop.gateway.reward import SessionRewards, SubmittedReward
-from rl_loop.gateway.stop_text import shortened
+from rl_loop.gateway.stop_text import shorten
 from rl_loop.gateway.token_log_probs import text_log_probs
 from rl_loop.infrastructure import EngineError, InfrastructureError
 from rl_loop.rollout.episode import (
@@ -307,7 +307,7 @@ class ConversationSession:
 
         # The number is a part of the name, because requests with equal prompts and equal seeds of
         # the client would be the same request to the engine.
-        new_matcher = await self._compiled(request)
+        new_matcher = await self._compile_constraint(request)
         name = str(number) if request.seed is None else f"{number}.{request.seed}"
         if observer is None and request.top_log_probs:
             observer = TurnObserver()
@@ -320,11 +320,15 @@ class ConversationSession:
                 routes_start=prompt.routes_start,
                 new_matcher=new_matcher,
             )
-        top = _checked_top(observer, sampled.result, f"{self.name}/{name}") if observer else []
+        top = (
+            _check_top_log_probs(observer, sampled.result, f"{self.name}/{name}")
+            if observer
+            else []
+        )
         turn = await self._read_turn(sampled.result, request, response_id)
         if turn.kept is not None:
             # No limit ended the turn, because the stop text came before.
-            sampled = SampledTurn(shortened(sampled.result, turn.kept), None, sampled.time)
+            sampled = SampledTurn(shorten(sampled.result, turn.kept), None, sampled.time)
         if request.prompt is None:
             node = new_node(request, response_id, position, prompt, sampled, turn)
         else:
@@ -356,14 +360,14 @@ class ConversationSession:
             raise EpisodeOver(MalformedTurn(turn.format_error))
         return node
 
-    async def _compiled(self, request: TurnRequest) -> NewMatcher | None:
+    async def _compile_constraint(self, request: TurnRequest) -> NewMatcher | None:
         """Return the compiled constraint of a request. Raises ApiError."""
         constraint = request.constraint
         if constraint is None:
             return None
         # Another engine would ignore the constraint.
         if not constrains_tokens(self._engine.engine):
-            raise unsupported(constraint.parameter, "the engine cannot constrain sampling")
+            raise unsupported_error(constraint.parameter, "the engine cannot constrain sampling")
         # llguidance releases the interpreter while it compiles.
         return await run_in_thread(compile_constraint, self._codec, constraint)
 
@@ -434,7 +438,7 @@ def choice_id(response_id: str, number: int) -> str:
     return f"{response_id}-{number}" if number else response_id
 
 
-def _checked_top(
+def _check_top_log_probs(
     observer: TurnObserver, result: GenerateResult, name: str
 ) -> list[list[TokenChoice]]:
     """Return the most likely tokens of each position of a turn. Empty if not requested.
@@ -448,7 +452,9 @@ def _checked_top(
     if observer.top_log_probs == 0:
         return []
     if observer.ids != result.output_ids or not all(observer.top):
-        raise unsupported("top_logprobs", "the engine returns the log-probs of sampled tokens only")
+        raise unsupported_error(
+            "top_logprobs", "the engine returns the log-probs of sampled tokens only"
+        )
     return observer.top
 
 

@@ -66,7 +66,7 @@ def find_stop(
     return None
 
 
-def shortened(result: GenerateResult, kept: int) -> GenerateResult:
+def shorten(result: GenerateResult, kept: int) -> GenerateResult:
     """Return the first tokens of a result, with their log-probs, versions and experts."""
     routes = result.routed_experts
     if routes is not None:

@@ -73,12 +73,14 @@ def _function_text(tool: ToolDescription) -> str:
     while mark in written:
         mark += "\ue000"
 
-    def shortened(match: re.Match[str]) -> str:
+    def shorten(match: re.Match[str]) -> str:
         words.append(match.group())
         return f"{mark}{len(words) - 1}\ue001"
 
     short = ToolDescription.new(
-        tool.name, _replaced(tool.description, shortened), _replaced(tool.parameters, shortened)
+        tool.name,
+        _replace_texts(tool.description, shorten),
+        _replace_texts(tool.parameters, shorten),
     )
     content = DeveloperContent.new().with_function_tools([short])
     message = Message.from_role_and_content(Role.DEVELOPER, content)
@@ -88,13 +90,15 @@ def _function_text(tool: ToolDescription) -> str:
     return re.sub(f"{mark}(\\d+)\ue001", lambda match: words[int(match.group(1))], text)
 
 
-def _replaced(value: Any, shortened: Any) -> Any:
+def _replace_texts(value: Any, shorten: Any) -> Any:
     """Return a JSON value with its long words replaced."""
     match value:
         case str():
-            return LONG_WORD.sub(shortened, value)
+            return LONG_WORD.sub(shorten, value)
         case dict():
-            return {_replaced(k, shortened): _replaced(v, shortened) for k, v in value.items()}
+            return {
+                _replace_texts(k, shorten): _replace_texts(v, shorten) for k, v in value.items()
+            }
         case list():
-            return [_replaced(item, shortened) for item in value]
+            return [_replace_texts(item, shorten) for item in value]
     return value

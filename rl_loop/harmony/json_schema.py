@@ -76,7 +76,7 @@ class _Translation:
         if not isinstance(schema, Mapping) or levels == 0 or self.nodes > MAX_NODES:
             return {}
 
-        schema, within, is_translated = self._resolved(schema, within, levels)
+        schema, within, is_translated = self._resolve(schema, within, levels)
         translated = {key: schema[key] for key in SHOWN if key in schema}
         for key, value in list(translated.items()):
             if not _can_be_shown(key, value):
@@ -105,7 +105,7 @@ class _Translation:
                 _add_null(translated["oneOf"])
         return translated
 
-    def _resolved(
+    def _resolve(
         self, schema: Mapping[str, Any], within: frozenset[str], levels: int
     ) -> tuple[Mapping[str, Any], frozenset[str], bool]:
         """Replace unsupported keywords at the top level of a schema.
@@ -119,7 +119,7 @@ class _Translation:
             if isinstance(schema.get("$ref"), str):
                 schema, within = self._resolve_reference(schema, within)
             elif isinstance(schema.get("allOf"), list):
-                schema, within = self._joined(schema, within, levels)
+                schema, within = self._join(schema, within, levels)
             elif isinstance(schema.get("anyOf"), list):
                 schema = _with_choices(schema)
             elif "const" in schema:
@@ -140,14 +140,14 @@ class _Translation:
         # Writing out a recursive type would not end.
         referred: Mapping[str, Any] = {}
         if reference not in within:
-            referred = _referred(reference, self.root)
+            referred = _find_reference(reference, self.root)
 
         # pydantic uses the model's name as the title.
         if referred.get("title") == reference.rpartition("/")[2]:
             referred = _without(referred, "title")
         return {**referred, **_without(schema, "$ref")}, within | {reference}
 
-    def _joined(
+    def _join(
         self, schema: Mapping[str, Any], within: frozenset[str], levels: int
     ) -> tuple[Mapping[str, Any], frozenset[str]]:
         """Merge the parts of ``allOf`` into one schema. Keywords next to it are the last part."""
@@ -156,7 +156,7 @@ class _Translation:
         for part in parts:
             if not isinstance(part, Mapping) or self.nodes > MAX_NODES:
                 continue
-            part, within, _ = self._resolved(part, within, levels - 1)
+            part, within, _ = self._resolve(part, within, levels - 1)
             # Merged properties count, too: parts may refer to the same large schema many times.
             self.nodes += 1 + len(_mapping(part, "properties"))
             properties = {**_mapping(joined, "properties"), **_mapping(part, "properties")}
@@ -274,7 +274,7 @@ def _json_type(value: Any) -> str:
     return "object"
 
 
-def _referred(reference: str, root: Mapping[str, Any]) -> Mapping[str, Any]:
+def _find_reference(reference: str, root: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the schema at ``#/$defs/NAME``. Empty for references to other documents."""
     target: Any = root
     if reference != "#" and not reference.startswith("#/"):

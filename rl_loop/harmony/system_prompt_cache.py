@@ -67,14 +67,14 @@ class SystemPromptCache:
             ValueError: if a message cannot be rendered.
         """
         if key is None:
-            return self._rendered(messages, tools, effort)
+            return self._render(messages, tools, effort)
         with self._lock:
             # Removed and inserted again below, which makes it the most recent entry.
             tokens = self._tokens.pop(key, None)
         # Without the lock, so that a long rendering does not block other threads. Two threads may
         # render the same entry, which costs only time.
         if tokens is None:
-            tokens = self._rendered(messages, tools, effort)
+            tokens = self._render(messages, tools, effort)
         if len(tokens) > MAX_CACHED_TOKENS:
             return tokens
 
@@ -84,7 +84,7 @@ class SystemPromptCache:
                 del self._tokens[next(iter(self._tokens))]
         return tokens
 
-    def _rendered(
+    def _render(
         self, messages: Sequence[dict[str, Any]], tools: Sequence[Tool], effort: Effort | None
     ) -> tuple[int, ...]:
         rendered = self._harmony.render_prompt(messages, tools, reasoning_effort=effort)

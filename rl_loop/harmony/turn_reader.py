@@ -3,7 +3,7 @@
 from collections.abc import Container, Sequence
 
 from rl_loop.chat.messages import FormatError, ParsedMessage
-from rl_loop.chat.turn_reader import GrowingMessage, MessageDelta, joined, stop_markers
+from rl_loop.chat.turn_reader import GrowingMessage, MessageDelta, join_deltas, stop_markers
 from rl_loop.harmony.sampled_turn import parse_turn
 from rl_loop.harmony.vocabulary import Vocabulary, special_id
 
@@ -58,7 +58,7 @@ class HarmonyReader:
             else:
                 deltas += self._read_text(self._current, token)
             self._position += 1
-        return joined(deltas)
+        return join_deltas(deltas)
 
     def _read_header(self, token: int, deltas: list[MessageDelta]) -> None:
         if len(self._header) > MAX_HEADER_TOKENS or (not self._header and token != self._start):

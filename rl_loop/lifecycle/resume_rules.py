@@ -286,19 +286,19 @@ def find_rule(key: str, samples_episodes: bool = True) -> ResumeRule:
     return UNDECLARED
 
 
-def flattened(config: Any, key: str = "") -> dict[str, Any]:
+def flatten(config: Any, key: str = "") -> dict[str, Any]:
     """Return the values of a configuration by full key. An empty section is a value."""
     if not isinstance(config, Mapping) or not config:
         return {key: config}
     values: dict[str, Any] = {}
     for name, value in config.items():
-        values |= flattened(value, f"{key}.{name}" if key else name)
+        values |= flatten(value, f"{key}.{name}" if key else name)
     return values
 
 
 def sampling_digest(config: Mapping[str, Any]) -> str:
     """Return a digest of all configuration values that affect the sampling of episodes."""
-    values = flattened(config)
+    values = flatten(config)
     sampled = {key: value for key, value in values.items() if find_rule(key).affects_sampling}
     # Sorted, so that the order of keys in a file does not matter.
     return hashlib.sha256(json.dumps(sampled, sort_keys=True).encode()).hexdigest()

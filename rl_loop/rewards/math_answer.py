@@ -125,7 +125,7 @@ def is_number(text: str) -> bool:
     return len(parts) <= 2 and all(PLAIN_NUMBER.fullmatch(part.strip()) for part in parts)
 
 
-def normalized(answer: str | None) -> str | None:
+def normalize_answer(answer: str | None) -> str | None:
     r"""Return an answer in a canonical spelling, to count equal answers.
 
     Spaces are removed, \dfrac becomes \frac, and a plain number has no commas and no trailing
@@ -151,8 +151,8 @@ def equivalent_answers(answer: str, truth: str) -> bool:
     if _without_spaces(answer) == _without_spaces(truth):
         return True
 
-    plain_answer = _unwrapped(answer)
-    plain_truth = _unwrapped(truth)
+    plain_answer = _unwrap(answer)
+    plain_truth = _unwrap(truth)
     # Choice letters are not variables.
     choice = _find_choice(truth)
     if choice is not None and _find_choice(answer) == choice:
@@ -206,7 +206,7 @@ def _find_letters(text: str) -> list[str]:
     return sorted(set(re.findall(r"[A-Z]", text)))
 
 
-def _unwrapped(text: str) -> str:
+def _unwrap(text: str) -> str:
     r"""Remove a \text{} around the whole text."""
     if text.startswith(r"\text{") and closing_brace(text, len(r"\text")) == len(text) - 1:
         return text[len(r"\text{") : -1].strip().rstrip(".")

@@ -8,7 +8,7 @@ from megatron_gptoss.token_columns import as_column
 from rl_loop.data.trajectory import Trajectory, Turn, WeightVersionSpan
 from rl_loop.engines.protocol import GenerateResult
 from rl_loop.rollout.episode_clock import CallTime
-from rl_loop.rollout.turn_sampler import shifted
+from rl_loop.rollout.turn_sampler import shift_spans
 
 
 class EpisodeDraft:
@@ -69,7 +69,7 @@ class EpisodeDraft:
             return
 
         self._log_probs += sampled.output_log_probs
-        self._weight_versions += shifted(sampled.weight_versions, start)
+        self._weight_versions += shift_spans(sampled.weight_versions, start)
         if sampled.routed_experts is not None:
             self.append_routes(sampled.routed_experts)
 

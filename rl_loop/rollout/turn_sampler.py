@@ -115,7 +115,7 @@ class TurnSampler:
                     )
                 await self.clock.sleep(ABORT_RETRY_DELAYS[idle_aborts])
                 idle_aborts += 1
-            sampled = _joined(sampled, rest)
+            sampled = _join_results(sampled, rest)
         return sampled
 
     async def score(self, token_ids: list[int]) -> list[float]:
@@ -265,21 +265,21 @@ class TurnSampler:
             raise EngineError(request_id, what)
 
 
-def _joined(begin: GenerateResult, rest: GenerateResult) -> GenerateResult:
+def _join_results(begin: GenerateResult, rest: GenerateResult) -> GenerateResult:
     """Join two parts of one turn."""
     done = len(begin.output_ids)
     return GenerateResult(
         output_ids=begin.output_ids + rest.output_ids,
         output_log_probs=begin.output_log_probs + rest.output_log_probs,
         finish_reason=rest.finish_reason,
-        weight_versions=begin.weight_versions + shifted(rest.weight_versions, done),
-        routed_experts=_joined_routes(begin, rest),
+        weight_versions=begin.weight_versions + shift_spans(rest.weight_versions, done),
+        routed_experts=_join_routes(begin, rest),
         # After an abort the cache also holds the tokens of this turn.
         cached_tokens=begin.cached_tokens if done else rest.cached_tokens,
     )
 
 
-def _joined_routes(begin: GenerateResult, rest: GenerateResult) -> np.ndarray | None:
+def _join_routes(begin: GenerateResult, rest: GenerateResult) -> np.ndarray | None:
     """Join the experts for two parts of one turn, both [tokens, layers, top_k].
 
     Those of ``rest`` begin with the first token that ``begin`` has no experts of.
@@ -292,7 +292,7 @@ def _joined_routes(begin: GenerateResult, rest: GenerateResult) -> np.ndarray | 
     return np.concatenate([begin.routed_experts, rest.routed_experts])
 
 
-def shifted(spans: list[WeightVersionSpan], by: int) -> list[WeightVersionSpan]:
+def shift_spans(spans: list[WeightVersionSpan], by: int) -> list[WeightVersionSpan]:
     """Return the spans, shifted by ``by`` tokens."""
     return [WeightVersionSpan(span.start + by, span.end + by, span.version) for span in spans]
 

@@ -378,7 +378,7 @@ class TaskSource:
     def _order(self, epoch: int) -> list[int]:
         """Return the places of all tasks in the order of an epoch, including those left out."""
         assert self._data is not None
-        return _shuffled(self._data.total, f"{self.seed}/{epoch}")
+        return _shuffle(self._data.total, f"{self.seed}/{epoch}")
 
     def _kept_order(self, epoch: int) -> list[int]:
         """Return the places of the tasks that are not left out, in the order of an epoch."""
@@ -477,7 +477,7 @@ def prompt_text(task: Task) -> str:
 
 
 @lru_cache(maxsize=8)
-def _shuffled(count: int, seed: str) -> list[int]:
+def _shuffle(count: int, seed: str) -> list[int]:
     """Return the order of ``count`` tasks in an epoch."""
     order = list(range(count))
     random.Random(seed).shuffle(order)

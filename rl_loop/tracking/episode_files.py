@@ -222,7 +222,7 @@ def open_episode_file(path: Path, *, pre_buffer: bool = True) -> Iterator[pq.Par
     except FileNotFoundError:
         raise
     except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
-        raise _damaged(path, error) from error
+        raise _damage_error(path, error) from error
 
 
 def read_row_groups(path: Path, columns: Sequence[str] | None = None) -> Iterator[pa.Table]:
@@ -237,7 +237,7 @@ def _read(path: Path, columns: Sequence[str]) -> pa.Table:
         return file.read(columns=list(columns))
 
 
-def _damaged(path: Path, error: Exception) -> RunDirectoryError:
+def _damage_error(path: Path, error: Exception) -> RunDirectoryError:
     return RunDirectoryError(
         f"{path} is damaged ({' '.join(str(error).split())}); move it away to continue without it"
     )

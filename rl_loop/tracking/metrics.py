@@ -90,7 +90,7 @@ class MetricScalar:
         """Text such as "mean over tokens"."""
         return f"{self.reduction} over {self.over}"
 
-    def merged(self, other: "MetricScalar") -> "MetricScalar":
+    def merge(self, other: "MetricScalar") -> "MetricScalar":
         """Return this part merged with a later part of the same metric."""
         if self.reduction in ("mean", "sum"):
             return MetricScalar(
@@ -160,7 +160,7 @@ class StepMetrics:
                 f"metric {name} was added as {before.description} and as {scalar.description}. Use one "
                 "kind for a name"
             )
-        self.scalars[name] = before.merged(scalar) if before else scalar
+        self.scalars[name] = before.merge(scalar) if before else scalar
 
 
 class MetricsWriter:

@@ -51,19 +51,19 @@ class StepRecord:
         self._began = time.monotonic()
 
     @contextmanager
-    def timed(self, phase: str) -> Iterator[None]:
+    def time_phase(self, phase: str) -> Iterator[None]:
         """Show ``phase`` to the user and add the block's seconds to ``seconds/PHASE``."""
-        with self._timed(phase, self.metrics):
+        with self._time_phase(phase, self.metrics):
             yield
 
     @contextmanager
     def timed_evaluation(self, phase: str) -> Iterator[None]:
-        """Show and time a phase of the evaluation, as ``timed`` does for phases of the step."""
-        with self._timed(phase, self.evaluation):
+        """Show and time a phase of the evaluation, as ``time_phase`` does for phases of the step."""
+        with self._time_phase(phase, self.evaluation):
             yield
 
     @contextmanager
-    def _timed(self, phase: str, metrics: StepMetrics) -> Iterator[None]:
+    def _time_phase(self, phase: str, metrics: StepMetrics) -> Iterator[None]:
         self._progress.phase(phase)
         began = time.monotonic()
         yield

@@ -30,7 +30,7 @@ def export_weights(gathering: WeightGathering, export: WeightExport) -> None:
             failed (on every rank).
         GatheringAbortedError: on every rank, if a rank has too little memory for its part.
     """
-    weights = gathering.confirmed(gathering.begin(mxfp4_experts=export.mxfp4_experts, paced=True))
+    weights = gathering.confirm(gathering.begin(mxfp4_experts=export.mxfp4_experts, paced=True))
     try:
         if dist.get_rank() == 0:
             write_export(export, gathering.config, weights)

@@ -61,7 +61,7 @@ class ExpectedTensors:
         faults = [fault for fault in found if fault is not None]
         return faults + [f"tensor {name} is missing" for name in self.missing()]
 
-    def checked(
+    def check_each(
         self, named_tensors: Iterable[tuple[str, torch.Tensor]]
     ) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the same tensors.

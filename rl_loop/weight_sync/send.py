@@ -77,7 +77,7 @@ async def _sync(named_tensors: NamedTensors, config: ModelConfig, servers: Weigh
     # Nothing happens before ``_transfer`` requests the first tensor.
     described = f"a {config.model_type} model with {config.num_layers} layers"
     expected = ExpectedTensors(synced_shapes(config, plan), described)
-    tensors: NamedTensors = expected.checked(named_tensors)
+    tensors: NamedTensors = expected.check_each(named_tensors)
     sample: WeightSample | None = None
     if plan.compare:
         sample = WeightSample(await servers.layout(), _compared_versions(config, servers))

@@ -13,7 +13,7 @@ import pytest
 from rich.console import Console
 
 from launch.data_preview import histogram, print_preview
-from launch.token_display import colored, decode_pieces, token_lines
+from launch.token_display import color_tokens, decode_pieces, token_lines
 from rl_loop.conversations.config import DataConfig
 from rl_loop.conversations.dataset import ConversationData
 from rl_loop.conversations.errors import DataError
@@ -90,7 +90,7 @@ def test_trained_tokens_have_another_color_on_a_terminal(chats: Path, harmony: H
     sample = DataSample(
         np.array(harmony.vocabulary.encode_text("a b c d")), np.array([0, 0, 1, 1]) > 0, "x"
     )
-    shown = colored(sample.token_ids, sample.loss_mask, harmony)
+    shown = color_tokens(sample.token_ids, sample.loss_mask, harmony)
     assert shown.plain == "a b c d"
     styles = [str(span.style) for span in shown.spans]
     assert ["green" in style for style in styles] == [False, False, True, True]

@@ -137,7 +137,7 @@ def unsupported_reason(backend: str, shape: ShapeClass) -> str | None:
         return hopper.unsupported_reason(shape.device, heads_per_kv, shape.head_size, shape.window)
 
     module = FLASH_MODULES[backend]
-    if not flash.installed(module):
+    if not flash.is_installed(module):
         return f"{module} is not installed"
     major, minor = torch.cuda.get_device_capability(shape.device)
     if major < 9:

@@ -229,7 +229,7 @@ def packing_options(
 
 
 @functools.cache
-def installed(module: str) -> bool:
+def is_installed(module: str) -> bool:
     """Return True if a module can be imported. The module itself is not imported."""
     try:
         # For a dotted name find_spec imports the parent package, which may be missing.

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from rl_loop.certify import faults
-from rl_loop.certify.check_run import CheckRun, joined
+from rl_loop.certify.check_run import CheckRun, concatenate
 from rl_loop.certify.checks.titles import TITLES
 from rl_loop.certify.checks.verdict import judge_log_probs
 from rl_loop.certify.implementation import checked_scores
@@ -53,7 +53,7 @@ def check_decoding(check_run: CheckRun) -> CheckResult:
         check_run,
         "decoding",
         title,
-        joined(actual),
+        concatenate(actual),
         evaluate,
         candidates,
         noise,
@@ -97,8 +97,8 @@ def check_determinism(check_run: CheckRun) -> CheckResult:
     )[::-1]
 
     differences = {
-        "alone": (joined(alone) - first).abs(),
-        "in another order": (joined([s.log_probs for s in backwards]) - first).abs(),
+        "alone": (concatenate(alone) - first).abs(),
+        "in another order": (concatenate([s.log_probs for s in backwards]) - first).abs(),
     }
 
     # Deterministic implementations need equal bits, others only the accuracy of their precision.

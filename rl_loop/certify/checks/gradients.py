@@ -10,7 +10,7 @@ from rl_loop.certify import faults
 from rl_loop.certify.check_run import CheckRun
 from rl_loop.certify.checks.titles import TITLES
 from rl_loop.certify.report import CheckOutcome, CheckResult, DiagnosedFault, FaultVisibility
-from rl_loop.certify.variants import EXACT, combined
+from rl_loop.certify.variants import EXACT, combine
 
 GRADIENT_FLOORS = {"fp32": 1e-4, "bf16": 2e-2}
 """Relative error of a tensor's gradient that is always allowed."""
@@ -39,7 +39,7 @@ def check_gradients(check_run: CheckRun) -> CheckResult:
     visibilities = []
     for fault in known:
         with_fault[fault] = check_run.gradients(
-            sequences, combined(check_run.explanation, fault.variant)
+            sequences, combine(check_run.explanation, fault.variant)
         )
         # A fault of the backward pass moves few tensors, such as the sinks, so inspect these.
         moved = _relative(with_fault[fault], expected)

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from rl_loop.certify import faults
-from rl_loop.certify.check_run import CheckRun, joined
+from rl_loop.certify.check_run import CheckRun, concatenate
 from rl_loop.certify.checks.titles import TITLES
 from rl_loop.certify.checks.verdict import judge_log_probs
 from rl_loop.certify.implementation import checked_scores
@@ -20,7 +20,7 @@ def check_packing(check_run: CheckRun) -> CheckResult:
     scores = checked_scores(
         check_run.implementation, check_run.implementation.score_packed(ids), ids
     )
-    actual = joined([scored.log_probs for scored in scores])
+    actual = concatenate([scored.log_probs for scored in scores])
 
     row = [token for sequence in ids for token in sequence]
     starts = [sum(len(sequence) for sequence in ids[:i]) for i in range(len(ids))]

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rl_loop.certify.check_run import CheckRun, gap, joined
+from rl_loop.certify.check_run import CheckRun, concatenate, gap
 from rl_loop.certify.checks.titles import TITLES
 from rl_loop.certify.implementation import UnsupportedOperationError, checked_scores
 from rl_loop.certify.probe_sequences import ProbeSequence
@@ -99,7 +99,7 @@ def check_given_routes(check_run: CheckRun) -> CheckResult:
         check_run.implementation.score_with_routes(ids, [r.numpy() for r in routes]),
         ids,
     )
-    actual = joined([scored.log_probs for scored in scores])
+    actual = concatenate([scored.log_probs for scored in scores])
 
     def expected(reference: ReferenceModel, given: bool, variant: FaultyVariant) -> Tensor:
         pieces = []

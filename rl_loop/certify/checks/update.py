@@ -6,7 +6,7 @@ from dataclasses import replace
 from torch import Tensor
 
 from rl_loop.certify import faults
-from rl_loop.certify.check_run import CheckRun, ReferenceName, gap, joined
+from rl_loop.certify.check_run import CheckRun, ReferenceName, concatenate, gap
 from rl_loop.certify.checks.titles import TITLES
 from rl_loop.certify.checks.verdict import judge_log_probs
 from rl_loop.certify.faults import ModelFault
@@ -28,7 +28,7 @@ def check_update(check_run: CheckRun) -> CheckResult:
     ids = [sequence.ids for sequence in sequences]
     # Not ``check_run.scored``, which would cache scores of the second weights for these sequences.
     scores = checked_scores(check_run.implementation, check_run.implementation.score(ids), ids)
-    updated = joined([scored.log_probs for scored in scores])
+    updated = concatenate([scored.log_probs for scored in scores])
     check_run.implementation.load_weights(check_run.first_directory)
     again = checked_scores(check_run.implementation, check_run.implementation.score(ids), ids)
 
@@ -42,7 +42,7 @@ def check_update(check_run: CheckRun) -> CheckResult:
     )
 
     # Compare with the reference, too. The updates may have corrected a fault of the first loading.
-    returned = joined([scored.log_probs for scored in again])
+    returned = concatenate([scored.log_probs for scored in again])
     back = min(gap(returned, before), gap(returned, check_run.expected(sequences, EXACT)))
     summary = f"{result.summary}; after the update back, tokens differ by {back:.1e} nats"
     result = replace(result, summary=summary)

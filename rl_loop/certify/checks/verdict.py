@@ -8,7 +8,7 @@ from rl_loop.certify.check_run import TOP, CheckRun, gap
 from rl_loop.certify.fault_diagnosis import FaultExplanation, explain
 from rl_loop.certify.faults import ModelFault
 from rl_loop.certify.report import CheckOutcome, CheckResult, DiagnosedFault, FaultVisibility
-from rl_loop.certify.variants import EXACT, FaultyVariant, combined
+from rl_loop.certify.variants import EXACT, FaultyVariant, combine
 
 
 def describe(explanation: FaultExplanation) -> str:
@@ -93,7 +93,7 @@ def judge_log_probs(
     expected = evaluate(start)
 
     def with_fault(fault: ModelFault) -> Tensor:
-        return evaluate(combined(start, fault.variant))
+        return evaluate(combine(start, fault.variant))
 
     visibilities = check_run.measure_visibility(shown, with_fault, actual, expected, noise, top)
     result = judge_visibilities(name, title, visibilities)

@@ -301,7 +301,7 @@ class SglangFleet:
                 tensor.
         """
         if self._current is not None:
-            self._send_weights(self.servers.synced(), compare=True, transport="none")
+            self._send_weights(self.servers.synced_servers(), compare=True, transport="none")
 
     # -- scores -----------------------------------------------------------------------------------
 
@@ -331,11 +331,11 @@ class SglangFleet:
 
         # Servers may end, or lose a connection, while they score.
         for attempt in range(SCORE_ATTEMPTS):
-            synced = self.servers.synced()
+            synced = self.servers.synced_servers()
             if not synced and self._current is not None:
                 # All servers have ended since the sync. Restarted servers have no weights yet.
                 self.sync(self._current.source, self._current.version)
-                synced = self.servers.synced()
+                synced = self.servers.synced_servers()
 
             results = self.servers.at_all(tuple(status.url for status in synced.values()), score)
             failures = [result for result in results if isinstance(result, ServerError)]

@@ -300,7 +300,7 @@ class SglangServer:
 
     def _explain(self, fault: str) -> ServerFailure:
         """Return the fault, with a remedy if the process ended because it had no GPU memory."""
-        advice = self._memory_fault(self._printed())
+        advice = self._memory_fault(self._read_output())
         if advice is None:
             return ServerFailure(fault)
         return ServerFailure(f"{advice} (log: {self._log})", is_permanent=True)
@@ -372,10 +372,10 @@ class SglangServer:
 
     def _log_tail(self) -> str:
         """Return the end of the log, formatted for an error message."""
-        lines = self._printed()[-LOG_BYTES:].strip().splitlines()[-LOG_LINES:]
+        lines = self._read_output()[-LOG_BYTES:].strip().splitlines()[-LOG_LINES:]
         return f"; {self._log} ends with: {' | '.join(lines)}"
 
-    def _printed(self) -> str:
+    def _read_output(self) -> str:
         """Return the output of the last process."""
         try:
             with self._log.open("rb") as log:

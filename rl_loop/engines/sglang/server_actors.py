@@ -145,7 +145,7 @@ class ServerActors:
                 last_log = now
             time.sleep(0.2)
 
-    def synced(self) -> dict[Any, ServerStatus]:
+    def synced_servers(self) -> dict[Any, ServerStatus]:
         """Wait for a healthy server. Return all healthy servers with the current weights."""
         return {
             actor: status

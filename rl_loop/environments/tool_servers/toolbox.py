@@ -84,7 +84,7 @@ class ToolBox:
         self._tools = {}
         await asyncio.gather(*(connection.close() for connection in unshared))
 
-    def offered(self) -> list[Tool]:
+    def tools_for_prompt(self) -> list[Tool]:
         """Return the tools for the prompt."""
         return [
             Tool(name, tool.description.description, tool.description.schema)
@@ -224,6 +224,6 @@ _SERVERS = TypeAdapter(dict[str, ToolServerConfig])
 async def _list_offered(box: ToolBox) -> list[Tool]:
     await box.open()
     try:
-        return box.offered()
+        return box.tools_for_prompt()
     finally:
         await box.close()

@@ -98,7 +98,7 @@ def execute(call: ProgramCall, settings: SandboxServerSettings, progress: Shared
     """
     main = make_main_module()
     if call.history:
-        with muted():
+        with mute_output():
             for number, code in enumerate(call.history, start=1):
                 progress.begin(number)
                 run_code(code, main)
@@ -203,7 +203,7 @@ def take_last_expression(tree: ast.Module) -> ast.Expression | None:
 
 
 @contextlib.contextmanager
-def muted() -> Iterator[None]:
+def mute_output() -> Iterator[None]:
     """Discard all output within the block, including writes to descriptors."""
     null = os.open("/dev/null", os.O_WRONLY)
     outputs = {descriptor: os.dup(descriptor) for descriptor in (1, 2)}

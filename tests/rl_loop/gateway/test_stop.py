@@ -20,7 +20,7 @@ from rl_loop.chatml.vocabulary import tiny_vocabulary
 from rl_loop.data.trajectory import FinishReason, WeightVersionSpan
 from rl_loop.engines.protocol import GenerateResult
 from rl_loop.gateway.answer import read_turn
-from rl_loop.gateway.stop_text import find_stop, shortened
+from rl_loop.gateway.stop_text import find_stop, shorten
 from rl_loop.harmony.codec import Harmony, ParsedMessage
 from tests.support.rl_loop.gateway.chats import TOOLS, echo, say
 from tests.support.rl_loop.gateway.policy import ARGUMENTS, LONG, Script
@@ -243,7 +243,7 @@ def test_shortened_result_has_the_versions_of_its_tokens() -> None:
         [1, 2, 3, 4, 5], [-1.0, -2.0, -3.0, -4.0, -5.0], FinishReason.STOP, spans
     )
     result.routed_experts = np.arange(7, dtype=np.uint8).reshape(7, 1, 1)
-    short = shortened(result, 3)
+    short = shorten(result, 3)
     assert (short.output_ids, short.output_log_probs) == ([1, 2, 3], [-1.0, -2.0, -3.0])
     assert short.weight_versions == [WeightVersionSpan(0, 2, 1), WeightVersionSpan(2, 3, 2)]
     assert short.routed_experts is not None

@@ -137,7 +137,7 @@ def through_mcp(schema: Any) -> str:
     box = ToolBox({}, {})
     connection: Any = None
     box._tools = {"f": BoxedTool(connection, ServerTool("f", "Does it.", schema), True)}
-    return BARE.decode(BARE.render_prompt([], box.offered()))
+    return BARE.decode(BARE.render_prompt([], box.tools_for_prompt()))
 
 
 SOURCES: dict[str, Callable[[Any], str]] = {

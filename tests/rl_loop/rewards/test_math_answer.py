@@ -13,7 +13,7 @@ from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
 from rl_loop.rewards.comparison_pool import MAX_CHARACTERS, ComparisonPool
-from rl_loop.rewards.math_answer import PLAIN_NUMBER, is_correct, last_boxed, normalized
+from rl_loop.rewards.math_answer import PLAIN_NUMBER, is_correct, last_boxed, normalize_answer
 from rl_loop.rewards.number import parse_number
 from tests.support.processor_speed import slowness
 from tests.support.rl_loop.rewards.answer_classes import classes
@@ -310,6 +310,6 @@ def test_judging_a_huge_text_takes_bounded_time(name: str) -> None:
     for _ in range(3):
         began = time.process_time()
         assert not is_correct(ENDLESS[name], "5")
-        normalized(last_boxed(ENDLESS[name]))
+        normalize_answer(last_boxed(ENDLESS[name]))
         seconds.append((time.process_time() - began) / slowness())
     assert min(seconds) < 0.5

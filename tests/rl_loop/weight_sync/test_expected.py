@@ -21,7 +21,7 @@ def expected() -> ExpectedTensors:
 
 
 def test_checked_yields_all_tensors_of_the_model() -> None:
-    assert list(expected().checked(GOOD)) == GOOD
+    assert list(expected().check_each(GOOD)) == GOOD
 
 
 @pytest.mark.parametrize(
@@ -43,14 +43,14 @@ def test_checked_raises_before_the_wrong_tensor_leaves(
 ) -> None:
     sent = []
     with pytest.raises(WeightMismatchError, match=message):
-        for item in expected().checked([*GOOD[:place], (name, tensor), *GOOD[place:]]):
+        for item in expected().check_each([*GOOD[:place], (name, tensor), *GOOD[place:]]):
             sent.append(item)
     assert sent == GOOD[:place]
 
 
 def test_checked_raises_at_the_end_if_tensors_are_missing() -> None:
     with pytest.raises(WeightMismatchError, match=r"a small model lack the tensor a and 1 more"):
-        list(expected().checked(GOOD[1:2]))
+        list(expected().check_each(GOOD[1:2]))
 
 
 def test_faults_lists_everything_that_is_wrong() -> None:
