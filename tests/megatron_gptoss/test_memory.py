@@ -259,7 +259,7 @@ def test_update_memory_of_12_layers_matches_measurement() -> None:
     assert (update.trainer + update.overhead) / GIB == pytest.approx(87.2, rel=0.1)
 
 
-def test_server_memory_depends_on_awake_asleep_and_sync() -> None:
+def test_server_memory_depends_on_running_paused_and_sync() -> None:
     optimizer = OptimizerConfig(moment_dtype="bf16", gradient_dtype="bf16", offload_fraction=1)
     alone = MemoryInputs(GPT_OSS_20B, TWO_GPUS, optimizer, 16_384)
     engine = EngineMemory(
