@@ -248,7 +248,9 @@ def ask_all(address: str, pid: int) -> None:
     base = f"{address}api/runs/run/episodes"
     print("| asked | seconds |")
     print("|---|---|")
+    spent = processor_seconds(pid)
     print(f"| first page, as the server's first answer | {seconds(base)[0]:.3f} |")
+    print(f"| processor time for it | {processor_seconds(pid) - spent:.2f} |")
     questions = {
         "first page again": "",
         "a page in the middle": "?offset=50000",

@@ -173,7 +173,7 @@ def run_query(reader: EpisodeReader, query: EpisodeQuery) -> EpisodePage:
     rows = np.flatnonzero(matches)
     rows = _sorted(table, rows, query)
     # Take the page first, because converting rows to Python is slow.
-    shown = table.take(pa.array(rows[query.offset : query.offset + query.limit]))
+    shown = table.take(_to_arrow(rows[query.offset : query.offset + query.limit]))
     return EpisodePage(
         rows=shown.to_pylist(maps_as_pydicts="strict"),
         total=len(rows),
@@ -183,6 +183,15 @@ def run_query(reader: EpisodeReader, query: EpisodeQuery) -> EpisodePage:
         splits=_choices(table, "split"),
         finish_reasons=_choices(table, "finish_reason"),
     )
+
+
+def _to_arrow(numbers: np.ndarray) -> pa.Array:
+    """Return numbers as an int64 array of Arrow.
+
+    Unlike ``pa.array``, it does not import pandas, which takes longer than the first page.
+    """
+    buffer = pa.py_buffer(np.ascontiguousarray(numbers, np.int64))
+    return pa.Array.from_buffers(pa.int64(), len(numbers), [None, buffer])
 
 
 def _choices(table: pa.Table, name: str) -> list[str]:
@@ -239,10 +248,10 @@ def _sorted(table: pa.Table, rows: np.ndarray, query: EpisodeQuery) -> np.ndarra
         return newest_first if query.descending else rows
 
     direction = "descending" if query.descending else "ascending"
-    column = table.column(query.sort).take(pa.array(newest_first))
+    column = table.column(query.sort).take(_to_arrow(newest_first))
     # The position as second key keeps equal rows newest first in both directions.
-    keys = pa.table({"key": column, "place": np.arange(len(newest_first))})
+    keys = pa.table({"key": column, "place": _to_arrow(np.arange(len(newest_first)))})
     order = pc.sort_indices(
         keys, sort_keys=[("key", direction, "at_end"), ("place", "ascending", "at_end")]
     )
-    return newest_first[order.to_numpy()]
+    return newest_first[np.from_dlpack(order)]

@@ -24,7 +24,7 @@ from rl_loop.tracking.episode_files import (
     read_row_groups,
     read_vocabulary,
 )
-from rl_loop.tracking.episode_table import SCHEMA, SUMMARY_COLUMNS
+from rl_loop.tracking.episode_table import NO_EPISODES, SCHEMA, SUMMARY_COLUMNS
 from rl_loop.tracking.run_directory import RunDirectoryError
 
 CACHED_SEARCHES = 8
@@ -80,7 +80,7 @@ class EpisodeReader:
         self._files: list[_LoadedFile] = []
         self._vocabulary: list[str] = []
         self._searches: OrderedDict[str, dict[_RowGroup, np.ndarray]] = OrderedDict()
-        self.summary_table = SUMMARY_COLUMNS.empty_table()
+        self.summary_table = NO_EPISODES
         """Columns of SUMMARY_COLUMNS at the last ``refresh``, oldest episode first."""
 
     @property
@@ -117,9 +117,7 @@ class EpisodeReader:
             if files != self._files:
                 self._files = files
                 tables = [loaded.summary_table for loaded in files]
-                self.summary_table = (
-                    pa.concat_tables(tables) if tables else SUMMARY_COLUMNS.empty_table()
-                )
+                self.summary_table = pa.concat_tables(tables) if tables else NO_EPISODES
 
     def _load(self, file: EpisodeFile, stamp: _Stamp) -> _LoadedFile | None:
         """Read the summary columns of a file. Returns None if it is damaged and left out."""
@@ -265,7 +263,7 @@ def _load(file: EpisodeFile, stamp: _Stamp) -> _LoadedFile:
         )
     tables = list(read_row_groups(file.path, SUMMARY_COLUMNS.names))
     rows = np.cumsum([table.num_rows for table in tables], dtype=np.int64)
-    summary_table = pa.concat_tables(tables) if tables else SUMMARY_COLUMNS.empty_table()
+    summary_table = pa.concat_tables(tables) if tables else NO_EPISODES
     return _LoadedFile(file, stamp, summary_table.combine_chunks(), rows)
 
 

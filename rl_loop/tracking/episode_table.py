@@ -65,6 +65,10 @@ SUMMARY_COLUMNS = pa.schema(
 )
 """Columns with one value per episode, for tables and filters."""
 
+# Schema.empty_table would import pandas, which takes longer than the first page of the viewer.
+NO_EPISODES = pa.Table.from_batches([], SUMMARY_COLUMNS)
+"""Table of SUMMARY_COLUMNS without rows."""
+
 CONTENTS = pa.schema(
     [
         # Token ranges [start, end).

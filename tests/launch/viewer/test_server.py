@@ -3,6 +3,8 @@
 import json
 import os
 import socket
+import subprocess
+import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import fields
@@ -229,6 +231,29 @@ def test_a_column_sorts_the_table(viewer: Served) -> None:
     assert [row["reward"] for row in ascending] == [-1.0] * 60 + [1.0] * 10
     # Equal rewards are sorted newest first in both directions.
     assert [row["step"] for row in ascending[:2]] == [30, 30]
+
+
+FIRST_PAGES = """
+import sys
+from pathlib import Path
+
+from launch.viewer.episode_query import EpisodeQuery, run_query
+from launch.viewer.server import Viewer
+
+viewer = Viewer([Path(sys.argv[1])])
+print([run["step"] for run in viewer._overviews(60)])
+for sort in ("id", "reward"):
+    print(len(run_query(viewer._runs["first"].episodes, EpisodeQuery(sort=sort)).rows))
+print("pandas" in sys.modules)
+"""
+
+
+def test_first_pages_do_not_import_pandas(runs: Path) -> None:
+    """pyarrow imports pandas in many conversions. It takes longer than the first page."""
+    done = subprocess.run(
+        [sys.executable, "-c", FIRST_PAGES, str(runs)], capture_output=True, text=True, check=True
+    )
+    assert done.stdout.splitlines() == ["[30, 3]", "50", "50", "False"]
 
 
 def test_rows_without_a_value_are_sorted_last(tmp_path: Path) -> None:
