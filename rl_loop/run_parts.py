@@ -116,10 +116,18 @@ def build_rollouts(
         config: configuration of the run.
         worker_class: class of the workers. None for the one that the environments of ``tasks``
             need.
+
+    Raises:
+        UserError: the API key of a judge is not set.
     """
     from rl_loop.ablations.engine_weights import engine_faults
     from rl_loop.agents.worker import select_worker_class
     from rl_loop.rollout.pool import RolloutPool
+
+    # Reported here, before a worker fails at its start.
+    for source in config.tasks.sources.values():
+        if source.judge is not None:
+            source.judge.api_key()
 
     return RolloutPool(
         build_backend(config.rollout.engine, backend_context(config)),

@@ -8,6 +8,7 @@ from pydantic import Field, model_validator
 from megatron_gptoss.config import StrictModel
 from rl_loop.data.hub import check_location
 from rl_loop.environments.registry import DEFAULT_ENVIRONMENT, environment_class
+from rl_loop.rewards.judge_config import JudgeConfig
 
 
 class PassRateConfig(StrictModel):
@@ -59,6 +60,8 @@ class SourceConfig(StrictModel):
     """Text after the prompt that only the teacher of ``algorithm.distillation`` sees, such as "The
     answer is {ground_truth}.". {ground_truth} stands for the answer of the task, and {KEY} for an
     entry of its metadata. null for none."""
+    judge: JudgeConfig | None = None
+    """Language model that scores final answers as the reward part ``judge``. null for none."""
     weight: float = Field(1.0, ge=0)
     """Share of the training tasks, relative to the other sources. 0 for evaluation only."""
     pass_rate: PassRateConfig | None = None
@@ -95,7 +98,13 @@ class SourceConfig(StrictModel):
 
         # Report wrong options with the other mistakes of the configuration, not at the first
         # episode.
-        environment_class(self.environment).Options.model_validate(self.options)
+        environment = environment_class(self.environment)
+        environment.Options.model_validate(self.options)
+        if self.judge is not None and environment.uses_external_agent:
+            raise ValueError(
+                "judge scores final answers of the agent loop, but an external agent runs the "
+                "episodes of this environment. Let the agent score them, or leave judge out"
+            )
         return self
 
 

@@ -38,11 +38,13 @@ class Task:
     """Name in ``registry.ENVIRONMENTS``, or MODULE:CLASS."""
     metadata: dict[str, Any] = field(default_factory=dict)
     """Further data for the environment. The evaluation's table has a row per "category"."""
-    # A task source sets these two. They are not a part of the problem.
+    # A task source sets these three. They are not a part of the problem.
     source: str = field(default="", compare=False)
     """Name in ``tasks.sources``."""
     teacher_hint: str | None = field(default=None, compare=False)
     """Text that only a teacher sees, from ``tasks.sources.NAME.teacher_hint``. None for none."""
+    rubric: str | None = field(default=None, compare=False)
+    """Criteria of the judge, from ``tasks.sources.NAME.judge.rubric``. None without a judge."""
 
     def to_json(self) -> str:
         """Return the task as one line of a task file."""

@@ -29,8 +29,10 @@ from rl_loop.engines.protocol import (
 from rl_loop.environments import Task, make_environment
 from rl_loop.infrastructure import InfrastructureError
 from rl_loop.process_memory import exempt_from_collection
+from rl_loop.rewards.judge import Judge
 from rl_loop.rollout.agent import RunnerFactory, run_episode
 from rl_loop.rollout.episode_clock import running_clock
+from rl_loop.rollout.judgment import judge_episode
 from rl_loop.rollout.purification import purifying
 from rl_loop.sandbox import ExecutionResult, PythonSandbox, SandboxError
 from rl_loop.tasks.codec import build_codec
@@ -53,6 +55,11 @@ class RolloutWorker:
         self.codec = build_codec(config)
         self.engine = engine_factory()
         self.sandbox = PythonSandbox(config.sandbox)
+        self._judges = {
+            name: Judge(source.judge)
+            for name, source in config.tasks.sources.items()
+            if source.judge is not None
+        }
 
         # Engines are not trusted: every answer is checked against the model's shape.
         self._shape = model_shape(config.model)
@@ -115,7 +122,7 @@ class RolloutWorker:
             async with asyncio.TaskGroup() as running:
                 tasks = [
                     running.create_task(
-                        self._run_episode(task, seed, temperature, with_routes, make_runner)
+                        self._run_judged(task, seed, temperature, with_routes, make_runner)
                     )
                     for seed in seeds
                 ]
@@ -154,6 +161,22 @@ class RolloutWorker:
         for i, episode in enumerate(group.trajectories):
             group.trajectories[i], routes[i] = _without_routes(episode)
         return group, *routes
+
+    async def _run_judged(
+        self,
+        task: Task,
+        seed: int,
+        temperature: float,
+        with_routes: bool,
+        make_runner: RunnerFactory | None,
+    ) -> Trajectory:
+        """Run one episode of a task, and let the judge of its source score it."""
+        episode = await self._run_episode(task, seed, temperature, with_routes, make_runner)
+        judge = self._judges.get(task.source)
+        # Judged after the end of the episode, so a slow judge costs it no time.
+        if judge is None or episode.invalid is not None:
+            return episode
+        return await judge_episode(judge, task, episode, self.codec)
 
     async def _run_episode(
         self,
@@ -195,6 +218,8 @@ class RolloutWorker:
             clock.start()
 
     async def close(self) -> None:
+        for judge in self._judges.values():
+            await judge.close()
         await self.sandbox.close()
         await self.engine.close()
 

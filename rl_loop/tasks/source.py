@@ -20,6 +20,7 @@ from rl_loop.data.trajectory import TrajectoryGroup
 from rl_loop.environments import Task, environment_class, make_offline_environment
 from rl_loop.environments.base import InvalidRowError, Split
 from rl_loop.harmony.conversation import content_text
+from rl_loop.rewards.judge_config import SCORE_PART, UNSCORED_PART
 from rl_loop.tasks.demonstrations import build_demonstrations
 from rl_loop.tasks.episode_prompts import EpisodePromptRenderer, build_prompt, unusable_reason
 from rl_loop.tasks.pass_rates import TaskSelection, evaluated_within
@@ -29,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 ATTEMPTS = 1000
 """Maximum number of generated tasks to try for a usable one: not held out and not too long."""
-NAME_IN_HINT = re.compile(r"\{(\w+)\}")
+NAME_IN_TEXT = re.compile(r"\{(\w+)\}")
 NAMED_TASKS = 5
 """Maximum number of tasks that the warning about unusable tasks names."""
 
@@ -168,6 +169,8 @@ class TaskMixture:
                 # Only results of an environment name its parts. ``end_truncated`` needs no turn.
                 environment = make_offline_environment(source.held_out[0])
                 names |= environment.end_truncated().reward_parts.keys()
+            if source.config.judge is not None:
+                names |= {SCORE_PART, UNSCORED_PART}
         return names
 
     def prompt_ids(self, task: Task) -> list[int]:
@@ -288,9 +291,10 @@ class TaskSource:
         if config.held_out_path is not None:
             data = self._read("held_out", config.held_out_path)
             # The first tasks of the file, so that every run with this file has the same evaluation.
-            self.held_out = list(islice(data, tasks.held_out_tasks))
+            held_out = list(islice(data, tasks.held_out_tasks))
         else:
-            self.held_out = [self._generate("held_out", i) for i in range(tasks.held_out_tasks)]
+            held_out = [self._generate("held_out", i) for i in range(tasks.held_out_tasks)]
+        self.held_out = [self._with_rubric(task) for task in held_out]
 
     def keep_usable(self, is_usable: Callable[[Task], bool]) -> None:
         """Leave out tasks for which ``is_usable`` is false.
@@ -448,23 +452,36 @@ class TaskSource:
         )
 
     def _trained(self, task: Task) -> Task:
-        """Return a training task with its source and the hint for its teacher.
+        """Return a training task with its source, hint and rubric. Raises TaskFileError."""
+        template = self.config.teacher_hint
+        hint = None if template is None else self._fill("teacher_hint", template, task)
+        return replace(self._with_rubric(task), teacher_hint=hint)
+
+    def _with_rubric(self, task: Task) -> Task:
+        """Return a task with its source and the rubric for its judge. Raises TaskFileError."""
+        judge = self.config.judge
+        rubric = None if judge is None else self._fill("judge.rubric", judge.rubric, task)
+        return replace(task, source=self.name, rubric=rubric)
+
+    def _fill(self, key: str, template: str, task: Task) -> str:
+        """Return a text of this source with the values of a task.
+
+        Args:
+            key: key of the text in ``tasks.sources.NAME``, for errors.
+            template: text with names in braces.
+            task: task with the values.
 
         Raises:
-            TaskFileError: the task has no value for a name in the hint.
+            TaskFileError: the task has no value for a name in the text.
         """
-        template = self.config.teacher_hint
-        if template is None:
-            return replace(task, source=self.name)
         values = {**task.metadata, "ground_truth": task.ground_truth}
-        unknown = sorted(set(NAME_IN_HINT.findall(template)) - values.keys())
+        unknown = sorted(set(NAME_IN_TEXT.findall(template)) - values.keys())
         if unknown:
             raise TaskFileError(
-                f"tasks.sources.{self.name}.teacher_hint: task {task.task_id} has no "
+                f"tasks.sources.{self.name}.{key}: task {task.task_id} has no "
                 f"{', '.join(unknown)}. Known names: {', '.join(values)}"
             )
-        hint = NAME_IN_HINT.sub(lambda name: str(values[name[1]]), template)
-        return replace(task, source=self.name, teacher_hint=hint)
+        return NAME_IN_TEXT.sub(lambda name: str(values[name[1]]), template)
 
 
 def prompt_text(task: Task) -> str:

@@ -12,32 +12,15 @@ import pytest
 from rl_loop.config.load import load_config
 from rl_loop.config.run import RlConfig
 from rl_loop.data.trajectory import FinishReason, TrajectoryGroup
-from rl_loop.engines.protocol import GenerateRequest, GenerateResult
 from rl_loop.environments import Task
 from rl_loop.harmony.codec import ParsedMessage
 from rl_loop.rollout import agent
 from rl_loop.rollout.worker import RolloutWorker
 from rl_loop.sandbox import ExecutionResult, SandboxError
-from tests.support.rl_loop.scripted_engine import ScriptedEngine
+from tests.support.rl_loop.scripted_engine import EngineOfMany
 
 CONFIG = Path(__file__).parents[3] / "configs/rl/tiny_retool.yaml"
 METADATA = {"expression": "17*23", "stateful": False}
-
-
-class EngineOfMany:
-    """A scripted engine for each episode."""
-
-    def __init__(self, turns: list[list[int]]) -> None:
-        self._turns = turns
-        self._engines: dict[str, ScriptedEngine] = {}
-
-    async def generate(self, request: GenerateRequest) -> GenerateResult:
-        engine = self._engines.setdefault(request.episode, ScriptedEngine(self._turns))
-        return await engine.generate(request)
-
-    async def abort(self, request_id: str | None = None) -> None: ...
-
-    async def close(self) -> None: ...
 
 
 class Sandbox:

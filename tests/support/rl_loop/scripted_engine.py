@@ -88,3 +88,19 @@ class ScriptedEngine:
     async def sync_weights(
         self, named_tensors: Iterable[tuple[str, torch.Tensor]], version: int
     ) -> None: ...
+
+
+class EngineOfMany:
+    """A scripted engine for each episode."""
+
+    def __init__(self, turns: list[list[int]]) -> None:
+        self._turns = turns
+        self._engines: dict[str, ScriptedEngine] = {}
+
+    async def generate(self, request: GenerateRequest) -> GenerateResult:
+        engine = self._engines.setdefault(request.episode, ScriptedEngine(self._turns))
+        return await engine.generate(request)
+
+    async def abort(self, request_id: str | None = None) -> None: ...
+
+    async def close(self) -> None: ...
