@@ -10,6 +10,7 @@ below it. Any other key needs a rule, so the effect of a new key must be declare
 
 import hashlib
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
@@ -79,6 +80,8 @@ RULES: dict[str, ResumeRule] = {
     "prompt": _rejected(SYSTEM_MESSAGE),
     "chatml": _rejected(SYSTEM_MESSAGE),
     "tasks": _rejected(DATA),
+    # "*" stands for the name of any source.
+    "tasks.sources.*.judge": REWARD,
     "demonstrations": _rejected(DATA),
     "sequences_per_step": _rejected(DATA),
     "load_balancing_loss": LEARNING,
@@ -262,6 +265,9 @@ RULES: dict[str, ResumeRule] = {
 }
 """Rules by key."""
 
+SOURCE_NAME = re.compile(r"(?<=^tasks\.sources\.)[^.]+")
+"""Name of a source in a key."""
+
 UNDECLARED = _rejected("rl_loop.lifecycle.resume_rules declares no effect of this key")
 
 EPISODE_PREFIXES = ("rollout.", "reward.", "algorithm.")
@@ -278,7 +284,7 @@ def find_rule(key: str, samples_episodes: bool = True) -> ResumeRule:
     if not samples_episodes and key.startswith(EPISODE_PREFIXES):
         return ELSEWHERE
     # Walk up from the key, so that a section's rule applies to all keys without their own.
-    parent = key
+    parent = SOURCE_NAME.sub("*", key)
     while parent:
         if parent in RULES:
             return RULES[parent]

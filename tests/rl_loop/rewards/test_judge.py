@@ -6,21 +6,39 @@ import asyncio
 import socket
 from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
+from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 from pydantic import ValidationError
+from transformers import GptOssForCausalLM, PreTrainedModel
 
 from megatron_gptoss.user_error import UserError
 from rl_loop.harmony.codec import Harmony
+from rl_loop.harmony.vocabulary import TinyVocabulary
 from rl_loop.rewards import judge as judge_module
 from rl_loop.rewards.checker_pool import CheckerError
-from rl_loop.rewards.judge import CONTROL_ANSWER, Judge, JudgedAnswer, judge_prompt, read_score
+from rl_loop.rewards.judge import (
+    CONTROL_ANSWER,
+    INSTRUCTIONS,
+    Judge,
+    JudgedAnswer,
+    judge_prompt,
+    read_score,
+)
 from rl_loop.rewards.judge_config import JudgeConfig
+from tests.support.rl_loop.gateway.policy import Lesson, Script, learned_model, tiny_config
 from tests.support.rl_loop.gateway.scripted import talking
+from tests.support.rl_loop.gateway.serving import serving
+from tests.support.rl_loop.prompts import SHORT_PROMPT
 from tests.support.rl_loop.rewards.judge_server import JudgeServer, Reply, judging, says
 
+pytest.importorskip("llguidance")
+
 QUESTION = JudgedAnswer("Polite answers are better.", "How are you?", "Fine, thank you.")
+CONTROL = replace(QUESTION, answer=CONTROL_ANSWER)
+SETTINGS = {"model": "policy", "rubric": "r"}
 KEY = "sk-do-not-show-this"
 
 
@@ -62,6 +80,8 @@ def test_model_of_a_gateway_scores_equal_questions_once(
                     model="policy",
                     rubric="unused",
                     api_key_variable="JUDGE_KEY",
+                    # A script cannot be constrained.
+                    json_schema=False,
                 )
             )
             try:
@@ -79,6 +99,33 @@ def test_model_of_a_gateway_scores_equal_questions_once(
             assert talk.policy.requests[0].sampling.temperature == 0
 
     asyncio.run(run())
+
+
+def test_constrained_tiny_model_is_a_judge(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A trained model and a grammar give the verdict, and a model without training none."""
+    texts = [INSTRUCTIONS, judge_prompt(QUESTION), judge_prompt(CONTROL), '{"score": 7}', "ok"]
+    codec = Harmony(TinyVocabulary(1024, "\n".join(texts)), SHORT_PROMPT)
+    script = Script(codec)
+    prompt = script.prompt(judge_prompt(QUESTION), instructions=INSTRUCTIONS)
+    lesson = Lesson([], []).then(prompt, sampled=False)
+    lesson = lesson.then(script.says('{"score": 7}', thinks=True), sampled=True)
+
+    async def score(model: PreTrainedModel) -> float | None:
+        async with serving(codec, model) as served:
+            monkeypatch.setenv("JUDGE_KEY", served.session.api_key)
+            settings = {"url": served.gateway.base_url, "api_key_variable": "JUDGE_KEY"}
+            judge = Judge(JudgeConfig.model_validate(SETTINGS | settings))
+            try:
+                return await judge.score(QUESTION)
+            finally:
+                await judge.close()
+
+    config = tiny_config(codec.vocabulary.size)
+    assert asyncio.run(score(learned_model(config, [lesson]))) == 0.7
+    torch.manual_seed(0)
+    untrained = GptOssForCausalLM(config).eval().requires_grad_(False)
+    with pytest.raises(CheckerError, match="gave no score"):
+        asyncio.run(score(untrained))
 
 
 def test_failed_requests_are_repeated_and_not_cached() -> None:
