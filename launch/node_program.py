@@ -28,7 +28,7 @@ from launch.ray_node import (
     last_line,
     ray_start_command,
 )
-from rl_loop.cluster.placement import exit_with_parent
+from rl_loop.cluster.placement import exit_with_parent, shield_from_slurm
 from rl_loop.cluster.processes import kill_tree
 from rl_loop.cluster.ray_session import WITHOUT_METRICS, loopback_environment, ray_environment
 from rl_loop.cluster.tokens import ray_token_environment
@@ -257,12 +257,8 @@ class NodeProgram:
             environment: variables in addition to those of this process.
         """
 
-        # Slurm signals every process of the job. A blocked signal stays blocked through exec, so
-        # neither Ray nor its children end before the driver has saved. SIGUSR1 is only ignored,
-        # because the driver sets its own handler for it.
         def prepare_child() -> None:
-            signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
-            signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+            shield_from_slurm()
             exit_with_parent()
 
         with open(log, "ab") as output:

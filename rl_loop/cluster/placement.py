@@ -33,6 +33,11 @@ def has_placement() -> bool:
     return "GPTOSS_PLACED" in os.environ
 
 
+def is_in_slurm_job() -> bool:
+    """Return True in a Slurm job, which signals every process: of ``gptoss launch`` or the user's."""
+    return "SLURM_JOB_ID" in os.environ
+
+
 def placement_options(role: str, index: int) -> dict[str, Any]:
     """Return options for ``actor.options(...)`` that place an actor on its planned node."""
     if not has_placement():
@@ -77,15 +82,26 @@ def check_node(role: str, index: int) -> None:
 
 
 def ignore_sigterm(actor: Any) -> None:
-    """Ignore SIGTERM in the calling process, which runs ``actor``, if it is on a cluster.
+    """Ignore SIGTERM in the calling process, which runs ``actor``, in a job.
 
     Slurm sends SIGTERM to every process before it takes the nodes back. Ray's workers would exit
-    before the checkpoint is saved. ``launch.node`` stops them later.
+    before the checkpoint is saved. ``launch.node`` or the end of a local Ray stops them later.
     """
-    if has_placement():
+    if has_placement() or is_in_slurm_job():
         # Python sets signal handlers only in the main thread, but methods of async actors run in
         # other threads. libc has no such limit.
         _libc.signal(int(signal.SIGTERM), ctypes.c_void_p(int(signal.SIG_IGN)))
+
+
+def shield_from_slurm() -> None:
+    """Keep Slurm's signals from this child process and its children.
+
+    Call it between fork and exec. Slurm signals every process of a job, and neither Ray nor its
+    children may end before the driver has saved. A blocked signal stays blocked through exec.
+    SIGUSR1 is only ignored, because a driver sets its own handler for it.
+    """
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
 
 
 def exit_with_parent() -> None:

@@ -3,7 +3,8 @@
 A terminal sends SIGINT (Ctrl-C) and SIGHUP (on closing) to every process in its foreground. Only
 the driver may receive them, because it finishes the step and saves. Ray blocks SIGINT in its
 daemons, but SIGHUP would end them and their workers. Therefore a local Ray starts in a separate
-session.
+session. Slurm sends SIGTERM and SIGUSR1 to every process of a job, so Ray's daemons do not receive
+them there.
 
 If the driver is killed, the kernel ends Ray's daemons (Ray requests this), workers exit with their
 daemon, and servers and sandboxes exit with the worker that started them.
@@ -21,6 +22,8 @@ from queue import SimpleQueue
 from threading import Thread
 from types import FrameType
 from typing import Any, Self
+
+from rl_loop.cluster.placement import is_in_slurm_job, shield_from_slurm
 
 REQUESTS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 EXIT_STATUSES = tuple(128 + number for number in REQUESTS)
@@ -210,7 +213,11 @@ class SeparateSessions:
         leaders = self._leaders
 
         def start_in_session(process: Any, *arguments: Any, **options: Any) -> None:
-            start(process, *arguments, **options | {"start_new_session": True})
+            options["start_new_session"] = True
+            # A separate session does not protect from Slurm, which signals every process of a job.
+            if is_in_slurm_job():
+                options["preexec_fn"] = _shielded(options.get("preexec_fn"))
+            start(process, *arguments, **options)
             leaders.add(process.pid)
 
         # Ray has no such option. Its class for processes is a subclass of Popen.
@@ -229,6 +236,17 @@ class SeparateSessions:
                 # Workers inherit the session of the daemon that started them.
                 if os.getsid(process) in self._leaders:
                     os.kill(process, signal.SIGKILL)
+
+
+def _shielded(prepare: Callable[[], None] | None) -> Callable[[], None]:
+    """Return a function between fork and exec that also keeps Slurm's signals away."""
+
+    def prepare_child() -> None:
+        if prepare is not None:
+            prepare()
+        shield_from_slurm()
+
+    return prepare_child
 
 
 def processes() -> list[int]:
