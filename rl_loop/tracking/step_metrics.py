@@ -63,14 +63,7 @@ def add_rollout_metrics(metrics: StepMetrics, groups: Sequence[TrajectoryGroup])
     for name, total in sums.items():
         metrics.add_mean(name, total, len(episodes), "sequences")
 
-    # Some parts exist in some environments only. Average them over the episodes that have them.
-    known = {"correct", "format_error"}
-    parts = {part for episode in episodes for part in episode.reward_parts} - known
-    for part in parts:
-        rewards = [
-            episode.reward_parts[part] for episode in episodes if part in episode.reward_parts
-        ]
-        metrics.add_mean(f"reward/{part}", sum(rewards), len(rewards), "sequences")
+    _add_reward_parts(metrics, episodes, prefix="")
 
     sequences = [sequence for episode in episodes for sequence in episode.sequences]
     reusable = sum(sequence.reusable_tokens for sequence in sequences)
@@ -89,6 +82,19 @@ def add_held_out_metrics(metrics: StepMetrics, groups: Sequence[TrajectoryGroup]
         return
     for name, total in outcome_sums(episodes).items():
         metrics.add_mean(f"held_out/{name}", total, len(episodes), "sequences")
+    _add_reward_parts(metrics, episodes, prefix="held_out/")
+
+
+def _add_reward_parts(metrics: StepMetrics, episodes: Sequence[Trajectory], prefix: str) -> None:
+    """Add the mean of every reward part. ``prefix`` precedes the names of the metrics."""
+    # Some parts exist in some environments only. Average them over the episodes that have them.
+    known = {"correct", "format_error"}
+    parts = {part for episode in episodes for part in episode.reward_parts} - known
+    for part in parts:
+        rewards = [
+            episode.reward_parts[part] for episode in episodes if part in episode.reward_parts
+        ]
+        metrics.add_mean(f"{prefix}reward/{part}", sum(rewards), len(rewards), "sequences")
 
 
 def add_invalid_episodes(

@@ -164,6 +164,8 @@ def test_every_shipped_configuration_fits_the_gpu_that_it_names(path: Path) -> N
         ("rl/gpt-oss-20b_1x4_async.yaml", 4),
         ("untested/rl/gpt-oss-20b_1x4_mxfp4.yaml", 4),
         ("untested/rl/gpt-oss-20b_1x8_80gb.yaml", 8),
+        ("untested/rl/gpt-oss-20b_2x8_80gb.yaml", 16),
+        ("untested/rl/gpt-oss-20b_4x8_80gb.yaml", 32),
         ("untested/sft/gpt-oss-20b_1x8_80gb.yaml", 8),
         ("untested/sft/gpt-oss-120b_2x8_80gb.yaml", 16),
         ("untested/rl/gpt-oss-20b_1x8.yaml", 8),

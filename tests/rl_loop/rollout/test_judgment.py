@@ -21,6 +21,8 @@ from rl_loop.rewards import judge as judge_module
 from rl_loop.rollout.worker import RolloutWorker
 from rl_loop.run_parts import build_rollouts, build_tasks
 from rl_loop.tasks.task_file import TaskFileError
+from rl_loop.tracking.metrics import StepMetrics
+from rl_loop.tracking.step_metrics import add_held_out_metrics, add_rollout_metrics
 from tests.support.rl_loop.rewards.judge_server import JudgeServer, Reply, judging, says
 from tests.support.rl_loop.scripted_engine import EngineOfMany
 
@@ -131,3 +133,13 @@ def test_judge_of_a_source_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:
     judge = f"judge: {{url: '{url}', model: m, rubric: r}}}}"
     with pytest.raises(ConfigError, match="an external agent runs the episodes"):
         load_config(CONFIG, RlConfig, [f"tasks.sources={{a: {agent}, {judge}}}"])
+
+
+def test_scores_are_metrics_of_training_and_evaluations() -> None:
+    group, _ = play(says('{"score": 7}'))
+    training, evaluation = StepMetrics(step=1), StepMetrics(step=1)
+    add_rollout_metrics(training, [group])
+    add_held_out_metrics(evaluation, [group])
+    assert training.values()["reward/judge"] == pytest.approx(0.7)
+    assert evaluation.values()["held_out/reward/judge"] == pytest.approx(0.7)
+    assert training.values()["reward/judge_unscored"] == 0
