@@ -385,7 +385,7 @@ def test_rewards_page_writes_its_tasks_and_configurations_load(
 ) -> None:
     page = (ROOT / "docs/rewards.md").read_text()
     files = named_blocks(page)
-    assert f"```\n{run_python(files.pop('make_sums.py'), tmp_path)}```" in page
+    assert f"```\n{run_python(files.pop('make_tasks.py'), tmp_path)}```" in page
     for name, text in files.items():
         (tmp_path / name).write_text(text)
     monkeypatch.syspath_prepend(tmp_path)
