@@ -454,20 +454,28 @@ class TaskSource:
     def _trained(self, task: Task) -> Task:
         """Return a training task with its source, hint and rubric. Raises TaskFileError."""
         template = self.config.teacher_hint
-        hint = None if template is None else self._fill("teacher_hint", template, task)
+        hint = (
+            None
+            if template is None
+            else self._fill(f"tasks.sources.{self.name}.teacher_hint", template, task)
+        )
         return replace(self._with_rubric(task), teacher_hint=hint)
 
     def _with_rubric(self, task: Task) -> Task:
         """Return a task with its source and the rubric for its judge. Raises TaskFileError."""
         judge = self.config.judge
-        rubric = None if judge is None else self._fill("judge.rubric", judge.rubric, task)
+        rubric = (
+            None
+            if judge is None
+            else self._fill(f"tasks.sources.{self.name}.judge.rubric", judge.rubric, task)
+        )
         return replace(task, source=self.name, rubric=rubric)
 
     def _fill(self, key: str, template: str, task: Task) -> str:
         """Return a text of this source with the values of a task.
 
         Args:
-            key: key of the text in ``tasks.sources.NAME``, for errors.
+            key: full key of the text, for errors.
             template: text with names in braces.
             task: task with the values.
 
@@ -478,8 +486,8 @@ class TaskSource:
         unknown = sorted(set(NAME_IN_TEXT.findall(template)) - values.keys())
         if unknown:
             raise TaskFileError(
-                f"tasks.sources.{self.name}.{key}: task {task.task_id} has no "
-                f"{', '.join(unknown)}. Known names: {', '.join(values)}"
+                f"{key}: task {task.task_id} has no {', '.join(unknown)}. Known names: "
+                f"{', '.join(values)}"
             )
         return NAME_IN_TEXT.sub(lambda name: str(values[name[1]]), template)
 

@@ -13,7 +13,7 @@ from aiohttp import web
 
 from rl_loop.rewards.judge_config import JudgeConfig
 
-type Reply = tuple[int, str]
+Reply = tuple[int, str]
 """Status and body of a response."""
 
 
@@ -43,7 +43,11 @@ class JudgeServer:
         await asyncio.sleep(self.seconds)
         self.running -= 1
         status, body = self.replies[number]
-        return web.Response(status=status, text=body, content_type="application/json")
+        # A redirect leads here again.
+        headers = {"Location": str(request.url)} if status == 307 else {}
+        return web.Response(
+            status=status, text=body, content_type="application/json", headers=headers
+        )
 
     def settings(self, **changed: Any) -> JudgeConfig:
         given = {"url": self.url, "model": "m", "rubric": "Polite answers are better."}
