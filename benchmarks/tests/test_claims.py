@@ -22,7 +22,9 @@ def plan(tmp_path: Path) -> Plan:
     model.mkdir()
     config = model_config(dict(read_yaml(UPCYCLED))).to_hf_config()
     (model / "config.json").write_text(json.dumps(config))
-    return Plan(model, tmp_path / "work", 4, 2, tmp_path, False, (), sft_overrides=claims.WARM_START)
+    return Plan(
+        model, tmp_path / "work", 4, 2, tmp_path, False, (), sft_overrides=claims.WARM_START
+    )
 
 
 def test_every_variant_is_a_valid_configuration(plan: Plan) -> None:

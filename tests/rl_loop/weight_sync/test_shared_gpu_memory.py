@@ -187,7 +187,9 @@ def test_memory_shared_with_a_killed_server_is_freed(opened: bool) -> None:
 
     for handle in handles:
         if opened:
-            torch.UntypedStorage._release_ipc_counter(*handle.counter_location, device=tensor.device)
+            torch.UntypedStorage._release_ipc_counter(
+                *handle.counter_location, device=tensor.device
+            )
         handle.allow_free()
         assert memory_user_count(*handle.counter_location) == 0
     del tensor, handles, handle
