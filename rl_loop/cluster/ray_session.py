@@ -115,6 +115,8 @@ for its callers.
 # -S and -E skip site packages and Python's variables, for a fast start.
 IDLE_AGENT = (sys.executable, "-S", "-E", str(Path(__file__).with_name("idle_agent.py")))
 """Command that replaces Ray's dashboard agent. Options of the agent follow."""
+LAZY_AGENT = (sys.executable, "-S", "-E", str(Path(__file__).with_name("lazy_agent.py")))
+"""Command that starts the agent of runtime environments. The agent's command follows."""
 
 
 class RayStartError(UserError):
@@ -252,7 +254,8 @@ def _on_loopback() -> Iterator[None]:
 def _without_dashboard_services() -> Iterator[None]:
     """Start no services for a dashboard, in a Ray that starts within the block.
 
-    IDLE_AGENT replaces the dashboard's agent. The dashboard's server, if it starts, leaves out its
+    IDLE_AGENT replaces the dashboard's agent, and LAZY_AGENT starts the agent of runtime
+    environments when it is needed. The dashboard's server, if it starts, leaves out its
     services, as without the dashboard's requirements.
     """
     from ray._private import ray_constants, services, utils
@@ -265,6 +268,8 @@ def _without_dashboard_services() -> Iterator[None]:
         if part == ray_constants.PROCESS_TYPE_DASHBOARD_AGENT:
             return [*IDLE_AGENT]
         command: list[str] = command_of(part, *arguments, **options)
+        if part == ray_constants.PROCESS_TYPE_RUNTIME_ENV_AGENT:
+            return [*LAZY_AGENT, *command]
         return command
 
     internals._build_python_executable_command_memory_profileable = command_without_agent

@@ -20,7 +20,7 @@ from tests.support.waiting import PATIENCE_SECONDS, wait_until
 ROOT = Path(__file__).parents[3]
 
 HOLD = """
-import os, sys, threading, time
+import os, re, sys, threading, time
 from pathlib import Path
 
 import psutil
@@ -164,22 +164,33 @@ def test_local_ray_has_no_idle_programs_and_keeps_priorities(
             actor = ray.remote(Worker).remote()
             print(niceness(ray.get(actor.pid.remote())) - niceness(os.getpid()))
             from tests.support.processes import read_command
-            commands = [read_command(child) for child in psutil.Process().children(recursive=True)]
-            # The program in the agent's place gets the agent's arguments.
-            commands = [command.partition("idle_agent.py")[0] for command in commands]
-            idle = ("/monitor.py", "/dashboard.py", "/dashboard/agent.py")
+            # The programs in the agents' places get the agents' arguments.
+            commands = [
+                re.split("(idle|lazy)_agent.py", command)[0]
+                for command in map(read_command, psutil.Process().children(recursive=True))
+            ]
+            idle = ("/monitor.py", "/dashboard.py", "/dashboard/agent.py", "RuntimeEnvAgent")
             print([name for name in idle if any(name in command for command in commands)])
             print(any("raylet" in command for command in commands))
+            task = ray.remote(lambda: os.environ["COLOR"])
+            print(ray.get(task.options(runtime_env={"env_vars": {"COLOR": "red"}}).remote()))
     """
-    assert run_program(program, tmp_path).splitlines() == ["0", "[]", "True"]
+    assert run_program(program, tmp_path).splitlines() == ["0", "[]", "True", "red"]
 
 
-def test_idle_agent_ends_with_the_process_that_started_it() -> None:
-    program = """
+@pytest.mark.parametrize(
+    ("agent", "options"),
+    [
+        ("IDLE_AGENT", ["--option"]),
+        ("LAZY_AGENT", ["--node-ip-address=127.0.0.1", "--runtime-env-agent-port=0"]),
+    ],
+)
+def test_agent_ends_with_the_process_that_started_it(agent: str, options: list[str]) -> None:
+    program = f"""
         import subprocess, time
-        from rl_loop.cluster.ray_session import IDLE_AGENT
+        from rl_loop.cluster.ray_session import {agent}
 
-        print(subprocess.Popen([*IDLE_AGENT, "--option"], stdout=subprocess.DEVNULL).pid)
+        print(subprocess.Popen([*{agent}, *{options}], stdout=subprocess.DEVNULL).pid)
         time.sleep(1)
     """
     command = [sys.executable, "-c", textwrap.dedent(program)]
