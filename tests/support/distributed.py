@@ -19,6 +19,7 @@ from rl_loop.cluster.placement import free_port as free_port
 from tests.support.frozen_heap import keep_frozen
 
 PRELOADED = [
+    "tests.support.uncollected_imports",
     "megatron_gptoss.checkpoint.writer",
     "megatron_gptoss.model",
     "rl_loop.gateway.server",
@@ -30,8 +31,8 @@ PRELOADED = [
 ]
 """Modules that ``run_distributed`` functions import.
 
-Without the fork server, every rank would spend 3 s of processor time on them. The last one exempts
-them from garbage collection.
+Without the fork server, every rank would spend 3 s of processor time on them. The first one and the
+last one exempt them from garbage collection.
 """
 
 
