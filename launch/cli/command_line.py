@@ -20,6 +20,7 @@ from launch.cli import (
     training,
 )
 from launch.cli.groups import OneLineErrorGroup
+from rl_loop.process_memory import collect_rarely
 
 app = typer.Typer(
     cls=OneLineErrorGroup,
@@ -50,7 +51,7 @@ def options_of_all_commands(
         ),
     ] = False,
 ) -> None:
-    pass
+    collect_rarely()
 
 
 # In the order of --help.
@@ -78,4 +79,5 @@ def main() -> None:
     # doctor` reports it instead.
     warnings.filterwarnings("ignore", module=r"megatron\.")
     logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
+    collect_rarely()
     app()

@@ -30,7 +30,7 @@ def main() -> None:
     sys.path.remove(str(Path(__file__).parent))
     gc.collect()
     gc.freeze()
-    gc.set_threshold(20_000, 10, 10)  # as in tests/support/frozen_heap.py
+    gc.set_threshold(20_000, 10, 10)  # as in rl_loop.process_memory
     if len(os.listdir("/proc/self/task")) > 1:
         sys.exit("an import has started a thread, which a fork would not have")
 
