@@ -8,6 +8,8 @@ from __future__ import annotations
 import asyncio
 import json
 import math
+import os
+import shlex
 import socket
 import subprocess
 import sys
@@ -35,6 +37,8 @@ from rl_loop.harmony.vocabulary import GptOssVocabulary
 from rl_loop.infrastructure import InfrastructureError
 from rl_loop.rollout import agent
 from rl_loop.rollout.agent import run_episode
+from tests.support.forked_workers import forked_python
+from tests.support.forked_workers.ask_for_fork import ADDRESS
 from tests.support.rl_loop.environments.ledger_server import REFUSED
 from tests.support.rl_loop.scripted_engine import ScriptedEngine
 from tests.support.waiting import wait_until
@@ -54,6 +58,17 @@ def harmony() -> Harmony:
 @pytest.fixture(autouse=True)
 def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(agent, "TOOL_RETRY_DELAYS", (0.0, 0.0, 0.0))
+
+
+@pytest.fixture
+def forked() -> dict[str, Any]:
+    """Return STDIO in a fork, for tests that do not observe the process.
+
+    A new interpreter spends 0.8 s of processor time on imports.
+    """
+    command = [*forked_python(), str(SERVER)]
+    environment = {name: os.environ[name] for name in (ADDRESS,) if name in os.environ}
+    return {**STDIO, "command": command, "env": environment}
 
 
 @contextmanager
@@ -228,9 +243,9 @@ def test_call_of_a_tool_that_is_not_offered_is_a_format_error(harmony: Harmony) 
 
 
 def test_server_that_dies_in_a_call_is_replaced_and_replayed(
-    harmony: Harmony, tmp_path: Path
+    harmony: Harmony, tmp_path: Path, forked: dict[str, Any]
 ) -> None:
-    task = make_task({"bank": STDIO}, {"answer": "105"})
+    task = make_task({"bank": forked}, {"answer": "105"})
     trajectory = play(
         harmony,
         task,
@@ -245,8 +260,10 @@ def test_server_that_dies_in_a_call_is_replaced_and_replayed(
     assert trajectory.invalid is None
 
 
-def test_call_that_always_kills_its_server_is_a_policy_error(harmony: Harmony) -> None:
-    task = make_task({"bank": STDIO}, {"answer": "7"})
+def test_call_that_always_kills_its_server_is_a_policy_error(
+    harmony: Harmony, forked: dict[str, Any]
+) -> None:
+    task = make_task({"bank": forked}, {"answer": "7"})
     trajectory = play(
         harmony,
         task,
@@ -272,21 +289,25 @@ ODD_ARGUMENTS = [
 ]
 
 
-def test_any_tool_arguments_leave_the_episode_valid(harmony: Harmony) -> None:
+def test_any_tool_arguments_leave_the_episode_valid(
+    harmony: Harmony, forked: dict[str, Any]
+) -> None:
     """The JSON encoder of the transport has limits that Python's encoder does not have."""
     turns = []
     for arguments in ODD_ARGUMENTS:
         message = ParsedMessage("commentary", "functions.deposit", "<|constrain|>json", arguments)
         turns.append(harmony.render_assistant([message], "<|call|>"))
-    task = make_task({"bank": STDIO})
+    task = make_task({"bank": forked})
     limits = {"max_turns": len(turns) + 1, "max_episode_tokens": 100_000}
     trajectory = play(harmony, task, *turns, final(harmony, "7"), **limits)
     assert trajectory.invalid is None, trajectory.invalid
     assert len(read(trajectory)) == len(turns)
 
 
-def test_failed_call_is_not_repeated_without_replay(harmony: Harmony, tmp_path: Path) -> None:
-    task = make_task({"bank": STDIO}, replay=False)
+def test_failed_call_is_not_repeated_without_replay(
+    harmony: Harmony, tmp_path: Path, forked: dict[str, Any]
+) -> None:
+    task = make_task({"bank": forked}, replay=False)
     trajectory = play(
         harmony, task, call(harmony, "die_once", trace=str(tmp_path / "trace")), final(harmony, "")
     )
@@ -357,12 +378,12 @@ def test_tool_call_is_limited_in_time_and_size(harmony: Harmony) -> None:
 
 
 def test_restart_of_a_server_does_not_count_as_episode_time(
-    harmony: Harmony, tmp_path: Path
+    harmony: Harmony, tmp_path: Path, forked: dict[str, Any]
 ) -> None:
     """The restart takes longer than the time limit of the episode."""
     trace = tmp_path / "trace"
-    start = f"test -e {trace} && sleep 2; exec {sys.executable} {SERVER}"
-    slow = {**STDIO, "command": ["sh", "-c", start]}
+    start = f"test -e {trace} && sleep 2; exec {shlex.join(forked['command'])}"
+    slow = {**forked, "command": ["sh", "-c", start]}
     task = make_task({"bank": slow}, {"answer": "100"})
     trajectory = play(
         harmony,
@@ -512,9 +533,9 @@ def test_purification_and_retries_restore_the_servers() -> None:
 
 
 def test_shared_server_serves_all_episodes_and_is_reopened(
-    harmony: Harmony, tmp_path: Path
+    harmony: Harmony, tmp_path: Path, forked: dict[str, Any]
 ) -> None:
-    task = make_task({"bank": STDIO | {"shared": True}}, {"answer": "101"})
+    task = make_task({"bank": forked | {"shared": True}}, {"answer": "101"})
 
     dies = call(harmony, "die_once", trace=str(tmp_path / "trace"))
 
