@@ -51,7 +51,7 @@ def options_of_all_commands(
         ),
     ] = False,
 ) -> None:
-    collect_rarely()
+    pass
 
 
 # In the order of --help.
