@@ -1,15 +1,17 @@
-"""State of one trained adapter: factors and optimizer state. It can replace another adapter's state.
+"""State of one trained adapter. It can replace another adapter's state.
 
-Tenants of one model share its frozen base. Between two optimizer steps, the state is all that
-differs between them.
+Tenants of one model share its frozen base. They differ in factors, optimizer state and the gradient
+of an unfinished step.
 """
 
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from megatron_gptoss.gradient_reduction import UnfinishedStep
 from megatron_gptoss.layers.adapters import LowRank, named_adapters
 from megatron_gptoss.trainer import PolicyTrainer
 
@@ -21,6 +23,30 @@ MOMENT = "moment."
 """Prefix of the names of the state of parameters in the optimizer."""
 COUNT = "count."
 """Prefix of the numbers of steps that optimizers count by group of parameters."""
+
+
+@dataclass(frozen=True)
+class Tenant:
+    """A tenant outside of the trainer, in host memory."""
+
+    rank: int
+    """Rank of the adapter."""
+    tensors: Mapping[str, Tensor]
+    """Result of ``copy_tenant``."""
+    unfinished: UnfinishedStep
+    """Gradient of the passes since the last step."""
+
+
+def take_tenant(trainer: PolicyTrainer) -> Tenant:
+    """Copy everything that distinguishes a trainer's tenant from others."""
+    return Tenant(used_rank(trainer), copy_tenant(trainer), trainer.unfinished_step())
+
+
+def place_tenant(trainer: PolicyTrainer, tenant: Tenant) -> None:
+    """Replace the tenant of a trainer by a result of ``take_tenant``. The bits are the same."""
+    has_moments = any(name.startswith(MOMENT) for name in tenant.tensors)
+    load_tenant(trainer, tenant.rank, tenant.tensors, optimizer=has_moments)
+    trainer.continue_step(tenant.unfinished)
 
 
 def new_tenant(trainer: PolicyTrainer, rank: int, seed: int) -> None:
@@ -133,21 +159,22 @@ def _reset_optimizer(trainer: PolicyTrainer) -> None:
 
 def _load_moments(trainer: PolicyTrainer, tensors: Mapping[str, Tensor]) -> None:
     """Fill the optimizer's state of every parameter."""
+    states: dict[str, dict[str, Tensor]] = {}
+    for name, tensor in tensors.items():
+        if name.startswith(MOMENT):
+            place, _, key = name.rpartition(".")
+            states.setdefault(place, {})[key] = tensor
     for number, inner in enumerate(_inner_optimizers(trainer)):
         for place, parameter in enumerate(_parameters(inner)):
-            prefix = f"{MOMENT}{number}.{place}."
-            state = {
-                name.removeprefix(prefix): tensor.clone()
-                for name, tensor in tensors.items()
-                if name.startswith(prefix)
+            state = states.get(f"{MOMENT}{number}.{place}")
+            if state is None:
+                continue
+            inner.state[parameter] = {
+                # Adam counts steps on the host.
+                key: value.to("cpu" if value.ndim == 0 else parameter.device, copy=True)
+                for key, value in state.items()
             }
-            if state:
-                inner.state[parameter] = {
-                    # Adam counts steps on the host.
-                    key: value if value.ndim == 0 else value.to(parameter.device)
-                    for key, value in state.items()
-                }
-                trainer.updated = True
+            trainer.updated = True
 
 
 def _inner_optimizers(trainer: PolicyTrainer) -> list[torch.optim.Optimizer]:

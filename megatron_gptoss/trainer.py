@@ -15,7 +15,11 @@ from megatron_gptoss.config import OptimizerConfig
 from megatron_gptoss.expert_loads import ExpertLoads
 from megatron_gptoss.gpu_memory import PhaseMemory, release_cached_memory
 from megatron_gptoss.gradient_reduction import (
+    UnfinishedStep,
+    copy_gradients,
+    describe_non_finite_gradients,
     finalize_gradients,
+    load_gradients,
     reduce_gradients,
     without_reduction,
 )
@@ -235,6 +239,25 @@ class PolicyTrainer(LogProbScorer):
         self._is_reduced = False
         self._failure = None
 
+    def unfinished_step(self) -> UnfinishedStep:
+        """Copy the state between the passes of a step to host memory.
+
+        Raises:
+            RuntimeError: the gradients are already reduced.
+        """
+        if self._is_reduced:
+            raise RuntimeError("unfinished_step: the gradients are reduced. Take the step first")
+        gradients = copy_gradients(self.model) if self._passes else []
+        return UnfinishedStep(self._passes, self._failure, gradients)
+
+    def continue_step(self, step: UnfinishedStep) -> None:
+        """Continue a step from a result of ``unfinished_step``."""
+        self.discard_gradients()
+        if step.passes:
+            load_gradients(self.model, step.gradients)
+        self._passes = step.passes
+        self._failure = step.failure
+
     def _compute_gradients(
         self,
         batches: Sequence[PackedBatch],
@@ -316,7 +339,7 @@ class PolicyTrainer(LogProbScorer):
 
     def _report_non_finite_gradients(self, update: UpdateStatistics) -> None:
         """Add the parameters to the statistics, and log a warning or raise an error. Collective."""
-        update.non_finite_gradients = self._describe_non_finite_gradients()
+        update.non_finite_gradients = describe_non_finite_gradients(self.chunks)
         if self.config.on_non_finite == "stop":
             raise FloatingPointError(update.non_finite_gradients)
         logger.warning("optimizer step skipped: %s", update.non_finite_gradients)
@@ -333,32 +356,6 @@ class PolicyTrainer(LogProbScorer):
         is_finite = torch.stack(largest).isfinite().all().int()
         dist.all_reduce(is_finite, op=dist.ReduceOp.MIN)
         return bool(is_finite)
-
-    def _describe_non_finite_gradients(self) -> str:
-        """Return a message with the affected parameters of all ranks, by layer. Collective."""
-        local_names = []
-        for i, chunk in enumerate(self.chunks):
-            names = [
-                f"{name} (rank {dist.get_rank()}, chunk {i})"
-                for name, parameter in chunk.named_parameters()
-                if parameter.requires_grad and not parameter.main_grad.isfinite().all()
-            ]
-            local_names.append(names)
-
-        # In layer order: chunk 0 of every rank comes before chunk 1 of any rank.
-        gathered: list[list[list[str]]] = [local_names] * dist.get_world_size()
-        dist.all_gather_object(gathered, local_names)
-        names = []
-        for chunk_of_ranks in zip(*gathered, strict=True):
-            for rank_names in chunk_of_ranks:
-                names += rank_names
-
-        if len(names) == 1:
-            return f"the gradient of {names[0]} is not finite. Other gradients are finite"
-        return (
-            f"the gradients of {len(names)} parameters are not finite. The first is {names[0]}, the last "
-            f"is {names[-1]}. Begin with the last one, because NaN spreads from there to earlier layers"
-        )
 
     def _computed_flops(self, batches: Sequence[PackedBatch]) -> int:
         """Return the floating-point operations of micro-batches. Shared prefixes count once."""

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,17 +16,46 @@ from rl_loop.trainer.tenant_worker import PassResult
 
 
 class TenantGroup(TrainerGroup):
-    """All ranks, each with a ``TenantWorker``. They hold one tenant at a time."""
+    """All ranks, each with a ``TenantWorker``. Tenants have names."""
 
-    def accumulate(self, samples: TrainingSamples, loss: SummedLoss) -> PassResult:
+    # -- tenants ----------------------------------------------------------------------------------
+
+    def new_tenant(self, name: str, rank: int, seed: int) -> None:
+        """Create a tenant."""
+        self._all("new_tenant", name, rank, seed)
+
+    def load_tenant(
+        self, name: str, rank: int, tensors: Mapping[str, torch.Tensor], *, optimizer: bool
+    ) -> None:
+        """Create or replace a tenant by a copied one, with or without its optimizer state."""
+        self._all("load_tenant", name, rank, tensors, optimizer)
+
+    def drop_tenant(self, name: str) -> None:
+        """Forget a tenant. Without effect for unknown names."""
+        self._all("drop_tenant", name)
+
+    def copy_tenant(self, name: str) -> dict[str, torch.Tensor]:
+        """Copy a tenant with its optimizer state."""
+        return self._of_tenant(name, "copy_tenant")
+
+    def copy_adapter(self, name: str) -> dict[str, torch.Tensor]:
+        """Copy a tenant without its optimizer state."""
+        return self._of_tenant(name, "copy_adapter")
+
+    # -- passes and steps -------------------------------------------------------------------------
+
+    def accumulate(self, name: str, samples: TrainingSamples, loss: SummedLoss) -> PassResult:
         """Add the gradient of a loss over all samples to the gradients of earlier passes."""
-        return self._pass("accumulate", samples, loss)
+        return self._pass(name, "accumulate", samples, loss)
 
-    def evaluate(self, samples: TrainingSamples, loss: SummedLoss) -> PassResult:
+    def evaluate(self, name: str, samples: TrainingSamples, loss: SummedLoss) -> PassResult:
         """Compute a loss over all samples without gradients."""
-        return self._pass("evaluate", samples, loss)
+        return self._pass(name, "evaluate", samples, loss)
 
-    def _pass(self, method: str, samples: TrainingSamples, loss: SummedLoss) -> PassResult:
+    def _pass(
+        self, name: str, method: str, samples: TrainingSamples, loss: SummedLoss
+    ) -> PassResult:
+        self._all("switch", name)
         plan = self._plan(samples)
         inputs = self._inputs.store(samples, plan)
         results: list[PassResult] = self._on_ranks(method, inputs, self._result_ranks, loss)
@@ -35,38 +65,23 @@ class TenantGroup(TrainerGroup):
         )
         return PassResult(results[0].loss, log_probs)
 
-    def take_step(self, settings: AdamSettings) -> UpdateStatistics:
-        """Update the tenant with the gradients of all passes since its last step.
+    def take_step(self, name: str, settings: AdamSettings) -> UpdateStatistics:
+        """Update a tenant with the gradients of all passes since its last step.
 
         Raises:
             RuntimeError: there was no pass, or one failed.
         """
-        statistics: UpdateStatistics = self._all("take_step", settings)
+        statistics: UpdateStatistics = self._of_tenant(name, "take_step", settings)
         return statistics
 
-    def fail_step(self, reason: str) -> None:
-        """Let the next step fail, because a pass of it was refused."""
-        self._all("fail_step", reason)
+    def fail_step(self, name: str, reason: str) -> None:
+        """Let a tenant's next step fail, because a pass of it was refused."""
+        self._of_tenant(name, "fail_step", reason)
 
-    def new_tenant(self, rank: int, seed: int) -> None:
-        """Replace the tenant by a new one."""
-        self._all("new_tenant", rank, seed)
-
-    def copy_tenant(self) -> dict[str, torch.Tensor]:
-        """Copy the tenant with its optimizer state."""
-        tensors: dict[str, torch.Tensor] = self._all("copy_tenant")
-        return tensors
-
-    def copy_adapter(self) -> dict[str, torch.Tensor]:
-        """Copy the tenant without its optimizer state."""
-        tensors: dict[str, torch.Tensor] = self._all("copy_adapter")
-        return tensors
-
-    def load_tenant(
-        self, rank: int, tensors: Mapping[str, torch.Tensor], *, optimizer: bool
-    ) -> None:
-        """Replace the tenant by a copied one, with or without its optimizer state."""
-        self._all("load_tenant", rank, tensors, optimizer)
+    def _of_tenant(self, name: str, method: str, *arguments: Any) -> Any:
+        """Place a tenant in the trainer and call a method on every rank."""
+        self._all("switch", name)
+        return self._all(method, *arguments)
 
     @contextmanager
     def with_adapter(self, rank: int, tensors: Mapping[str, torch.Tensor] | None) -> Iterator[None]:

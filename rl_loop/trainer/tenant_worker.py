@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -12,13 +13,17 @@ from megatron_gptoss.optimizer import AdamSettings
 from megatron_gptoss.scorer import alignment
 from megatron_gptoss.step_results import UpdateStatistics
 from megatron_gptoss.tenant_state import (
+    Tenant,
     copy_adapter,
     copy_tenant,
     load_adapter_factors,
     load_tenant,
     new_tenant,
+    place_tenant,
+    take_tenant,
     used_rank,
 )
+from rl_loop.config.partial_configs import TrainerConfig
 from rl_loop.algorithms.summed_losses import LOG_PROBS, SummedLoss, summed_objective
 from rl_loop.trainer.rank_inputs import RankInputs
 from rl_loop.trainer.worker import TrainerWorker
@@ -35,7 +40,67 @@ class PassResult:
 
 
 class TenantWorker(TrainerWorker):
-    """A trainer rank with one tenant at a time."""
+    """A trainer rank with tenants. One is in the trainer, the others are in host memory."""
+
+    def __init__(
+        self,
+        settings: TrainerConfig,
+        rank: int,
+        master: str,
+        port: int,
+        threads: int,
+        store_file: Path | None = None,
+    ) -> None:
+        super().__init__(settings, rank, master, port, threads, store_file)
+        self._current: str | None = None
+        """Name of the tenant in the trainer. None if there is none."""
+        self._others: dict[str, Tenant] = {}
+        """Tenants outside of the trainer by name."""
+
+    # -- tenants ----------------------------------------------------------------------------------
+
+    def new_tenant(self, name: str, rank: int, seed: int) -> None:
+        """Create a tenant, and place it in the trainer."""
+        self._put_away()
+        new_tenant(self.trainer, rank, seed)
+        self._current = name
+
+    def load_tenant(
+        self, name: str, rank: int, tensors: Mapping[str, torch.Tensor], optimizer: bool
+    ) -> None:
+        """Create or replace a tenant by a copied one. See ``tenant_state.load_tenant``.
+
+        If that fails, an earlier tenant of this name is unchanged.
+        """
+        self._put_away()
+        load_tenant(self.trainer, rank, tensors, optimizer=optimizer)
+        self._others.pop(name, None)
+        self._current = name
+
+    def switch(self, name: str) -> None:
+        """Place a tenant in the trainer."""
+        if name == self._current:
+            return
+        # Before the trainer's tenant leaves, so that an unknown name changes nothing.
+        tenant = self._others[name]
+        self._put_away()
+        place_tenant(self.trainer, tenant)
+        del self._others[name]
+        self._current = name
+
+    def drop_tenant(self, name: str) -> None:
+        """Forget a tenant. Without effect for unknown names."""
+        if name == self._current:
+            self._current = None
+        self._others.pop(name, None)
+
+    def _put_away(self) -> None:
+        """Copy the trainer's tenant to host memory."""
+        if self._current is not None:
+            self._others[self._current] = take_tenant(self.trainer)
+            self._current = None
+
+    # -- passes and steps of the trainer's tenant -------------------------------------------------
 
     def accumulate(self, inputs: RankInputs, loss: SummedLoss) -> PassResult:
         """Add the gradient of a loss to the gradients of earlier passes."""
@@ -67,9 +132,7 @@ class TenantWorker(TrainerWorker):
         """Let the next step fail, because a pass of it was refused."""
         self.trainer.fail_step(reason)
 
-    def new_tenant(self, rank: int, seed: int) -> None:
-        """Replace the tenant by a new one."""
-        new_tenant(self.trainer, rank, seed)
+    # -- copies -----------------------------------------------------------------------------------
 
     def copy_tenant(self) -> dict[str, torch.Tensor]:
         """Copy the tenant with its optimizer state."""
@@ -78,10 +141,6 @@ class TenantWorker(TrainerWorker):
     def copy_adapter(self) -> dict[str, torch.Tensor]:
         """Copy the tenant without its optimizer state."""
         return copy_adapter(self.trainer)
-
-    def load_tenant(self, rank: int, tensors: Mapping[str, torch.Tensor], optimizer: bool) -> None:
-        """Replace the tenant by a copied one. See ``tenant_state.load_tenant``."""
-        load_tenant(self.trainer, rank, tensors, optimizer=optimizer)
 
     def exchange_adapter(
         self, rank: int, tensors: Mapping[str, torch.Tensor] | None
