@@ -6,6 +6,7 @@
 import json
 import os
 from pathlib import Path
+from typing import Protocol
 
 import torch
 import xxhash
@@ -75,6 +76,23 @@ class CheckpointAdapters:
 
 
 Adapters = CheckpointAdapters | PeftDirectory
+
+
+class AdapterSource(Protocol):
+    """Adapters that ``write_peft`` writes."""
+
+    path: Path
+    """Directory of the adapters, for messages."""
+    model: ModelConfig
+    """Configuration of the base."""
+    adapter: AdapterConfig
+    """Settings of the adapters."""
+    base: str
+    """Digest of the base."""
+    mappings: list[AdapterMapping]
+    """Entries of all adapters, in the order of the model's weights."""
+
+    def read(self, mapping: AdapterMapping) -> tuple[torch.Tensor, torch.Tensor]: ...
 
 
 def _read_adapter_file(file: Path) -> tuple[AdapterConfig, str]:
@@ -211,26 +229,39 @@ def export_adapter(
         ConversionError: naming the file, key or tensor.
     """
     source = CheckpointAdapters(checkpoint)
+    # The directory appears only after the comparison at the end has succeeded.
+    with new_directory(peft_dir, overwrite) as partial:
+        write_peft(partial, source, base)
+
+
+def write_peft(directory: Path, source: AdapterSource, base: str | None = None) -> None:
+    """Write adapters in PEFT's format to an existing directory, and read them back.
+
+    Args:
+        directory: empty directory, which is still being written.
+        source: adapters to write.
+        base: Hugging Face name or directory of the base, for ``adapter_config.json``.
+
+    Raises:
+        ConversionError: naming the file, key or tensor.
+    """
     expected: dict[str, Shape] = {}
     for mapping in source.mappings:
         expected.update(zip(mapping.names, mapping.peft_shapes, strict=True))
-
-    # The directory appears only after the comparison at the end has succeeded.
-    with new_directory(peft_dir, overwrite) as partial:
-        settings = peft_config(source.model, source.adapter, base)
-        (partial / PEFT_CONFIG_FILE).write_text(json.dumps(settings, indent=2))
-        # The digest lets a merge reject a different base.
-        metadata = {BASE_KEY: source.base}
-        if not source.adapter.merge_experts:
-            metadata[MERGE_KEY] = "false"
-        writer = SafetensorsWriter(partial / WEIGHTS_FILE, expected, metadata)
-        for mapping in source.mappings:
-            factors = mapping.to_peft(*source.read(mapping))
-            for name, factor in zip(mapping.names, factors, strict=True):
-                writer.add(name, factor)
-        writer.close()
-        # Open the directory like any adapter of PEFT, with all checks of the import.
-        _check_written(PeftDirectory(partial, source.model), source)
+    settings = peft_config(source.model, source.adapter, base)
+    (directory / PEFT_CONFIG_FILE).write_text(json.dumps(settings, indent=2))
+    # The digest lets a merge reject a different base.
+    metadata = {BASE_KEY: source.base}
+    if not source.adapter.merge_experts:
+        metadata[MERGE_KEY] = "false"
+    writer = SafetensorsWriter(directory / WEIGHTS_FILE, expected, metadata)
+    for mapping in source.mappings:
+        factors = mapping.to_peft(*source.read(mapping))
+        for name, factor in zip(mapping.names, factors, strict=True):
+            writer.add(name, factor)
+    writer.close()
+    # Open the directory like any adapter of PEFT, with all checks of the import.
+    _check_written(PeftDirectory(directory, source.model), source)
 
 
 def peft_base_name(base: Path | None) -> str | None:
@@ -245,7 +276,7 @@ def peft_base_name(base: Path | None) -> str | None:
     return None
 
 
-def _check_written(written: Adapters, source: Adapters) -> None:
+def _check_written(written: Adapters, source: AdapterSource | PeftDirectory) -> None:
     """Compare every tensor of an unfinished directory with its source, bit for bit."""
     for mapping in source.mappings:
         pairs = zip(written.read(mapping), source.read(mapping), strict=True)

@@ -8,7 +8,6 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -74,9 +73,7 @@ def copy_gradients(model: Sequence[DistributedDataParallel]) -> list[Tensor]:
     return [buffer.to("cpu", copy=True) for buffer in _gradient_buffers(model)]
 
 
-def load_gradients(
-    model: Sequence[DistributedDataParallel], gradients: Sequence[Tensor]
-) -> None:
+def load_gradients(model: Sequence[DistributedDataParallel], gradients: Sequence[Tensor]) -> None:
     """Replace the gradients of this rank by a result of ``copy_gradients``."""
     for buffer, gradient in zip(_gradient_buffers(model), gradients, strict=True):
         buffer.copy_(gradient)
@@ -88,7 +85,7 @@ def _gradient_buffers(model: Sequence[DistributedDataParallel]) -> Iterator[Tens
             yield buffer.grad_data
 
 
-def describe_non_finite_gradients(chunks: Sequence[torch.nn.Module]) -> str:
+def describe_non_finite_gradients(chunks: Sequence[Any]) -> str:
     """Return a message with the affected parameters of all ranks, by layer. Collective."""
     local_names = []
     for i, chunk in enumerate(chunks):

@@ -162,8 +162,8 @@ def _load_moments(trainer: PolicyTrainer, tensors: Mapping[str, Tensor]) -> None
     states: dict[str, dict[str, Tensor]] = {}
     for name, tensor in tensors.items():
         if name.startswith(MOMENT):
-            place, _, key = name.rpartition(".")
-            states.setdefault(place, {})[key] = tensor
+            prefix, _, key = name.rpartition(".")
+            states.setdefault(prefix, {})[key] = tensor
     for number, inner in enumerate(_inner_optimizers(trainer)):
         for place, parameter in enumerate(_parameters(inner)):
             state = states.get(f"{MOMENT}{number}.{place}")

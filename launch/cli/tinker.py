@@ -1,5 +1,6 @@
 """``gptoss tinker``: the command that serves the Tinker API."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -11,8 +12,8 @@ from launch.cli.serving import Host, Port, read_keys
 ApiKeyFile = Annotated[
     Path | None,
     Option(
-        help="File with one API key that begins with tml-, readable by its owner only. Default: "
-        "create a key and print it."
+        help="File with one API key per line, each beginning with tml-, readable by its owner only. "
+        "Clients with different keys share no models. Default: create a key, keep and print it."
     ),
 ]
 
@@ -24,15 +25,13 @@ def tinker(
     port: Port = 8100,
     api_key_file: ApiKeyFile = None,
 ) -> None:
-    """Serve the Tinker training API: the official SDK trains one adapter at a time."""
+    """Serve the Tinker training API: the official SDK trains adapters over one base."""
     from rl_loop.config.load import load_config
     from rl_loop.config.tinker import TinkerConfig
 
     # Every check runs before the import of the server, which loads torch.
     config = load_config(path, TinkerConfig, overrides)
-    key = None
-    if api_key_file is not None:
-        key = _single_key(api_key_file)
+    keys = read_keys(api_key_file) if api_key_file is not None else ()
 
     from rl_loop.lifecycle.start_checks import check_weights
     from rl_loop.tinker.serve import TinkerOptions, run_tinker
@@ -40,22 +39,12 @@ def tinker(
     if config.initial_weights is not None:
         check_weights("initial_weights", config.initial_weights, config.model)
 
-    def print_address(url: str, used_key: str) -> None:
+    def print_address(url: str, used_keys: Sequence[str]) -> None:
         # Flushed, because a script may wait for these lines in a pipe.
         print(f"serving {config.tinker.base_model} to the Tinker SDK; Ctrl-C stops", flush=True)
         print(f"export TINKER_BASE_URL={url}", flush=True)
-        # A key of a file must not appear in logs.
-        if key is None:
-            print(f"export TINKER_API_KEY={used_key}", flush=True)
+        # Keys of a file must not appear in logs.
+        if not keys:
+            print(f"export TINKER_API_KEY={used_keys[0]}", flush=True)
 
-    run_tinker(config, TinkerOptions(host, port, key), print_address)
-
-
-def _single_key(path: Path) -> str:
-    """Return the only key of a file."""
-    from rl_loop.gateway.serve import ServeError
-
-    keys = read_keys(path)
-    if len(keys) != 1:
-        raise ServeError(f"--api-key-file {path}: has {len(keys)} keys. All clients share one key")
-    return keys[0]
+    run_tinker(config, TinkerOptions(host, port, keys), print_address)

@@ -44,13 +44,19 @@ class PassRequest:
         return [row[1:] for row in np.split(column, self.samples.offsets[1:-1])]
 
 
-def read_pass(message: Any, vocabulary_size: int, max_tokens: int) -> PassRequest:
+def read_passes(
+    message: Any, vocabulary_size: int, max_tokens: int, part_tokens: int
+) -> list[PassRequest]:
     """Read a ``ForwardBackwardRequest``.
 
     Args:
         message: the request.
         vocabulary_size: exclusive upper bound of token ids.
         max_tokens: maximum tokens of a datum.
+        part_tokens: maximum tokens of a part, if it has more than one datum.
+
+    Returns:
+        Parts of the request. Their losses add up to that of the request.
 
     Raises:
         ClientError: the loss is unknown, or a datum does not fit.
@@ -58,7 +64,8 @@ def read_pass(message: Any, vocabulary_size: int, max_tokens: int) -> PassReques
     loss = read_loss(message.loss_fn, message.loss_fn_config_v2)
     if len(message.data) == 0:
         raise ClientError("the request has no datums")
-    rows = []
+    parts: list[list[dict[str, np.ndarray]]] = [[]]
+    size = 0
     for number, datum in enumerate(message.data):
         owner = f"datum {number}"
         tokens = read_tokens(datum.model_input, owner)
@@ -68,9 +75,19 @@ def read_pass(message: Any, vocabulary_size: int, max_tokens: int) -> PassReques
             name: read_tensor(tensor, f"{owner}: {name}")
             for name, tensor in datum.loss_fn_inputs.items()
         }
-        rows.append(_row(tokens, inputs, loss, vocabulary_size, owner))
-    names = [f"datum {number}" for number in range(len(rows))]
-    return PassRequest(TrainingSamples.join(rows, names), loss, message.forward_only)
+        size += len(tokens)
+        if parts[-1] and size > part_tokens:
+            parts.append([])
+            size = len(tokens)
+        parts[-1].append(_row(tokens, inputs, loss, vocabulary_size, owner))
+    return [
+        PassRequest(
+            TrainingSamples.join(rows, [f"datum {number}" for number in range(len(rows))]),
+            loss,
+            message.forward_only,
+        )
+        for rows in parts
+    ]
 
 
 def read_loss(name: str, config: Mapping[str, Any]) -> SummedLoss:

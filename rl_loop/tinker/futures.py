@@ -2,11 +2,16 @@
 
 import asyncio
 import time
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
+from rl_loop.gateway.errors import ApiError
+
 ANSWER_SECONDS = 600.0
 """Time in seconds for which an answer is kept after a client received it."""
+MAX_UNREAD_BYTES = 256 * 1024 * 1024
+"""Maximum bytes of a session's answers that no client has received."""
 
 type Answer = bytes | dict[str, Any]
 """A protobuf message, or JSON."""
@@ -20,6 +25,8 @@ class RequestFuture:
     """Unique name of the request."""
     session_id: str
     """Session of the request. Its end drops the future."""
+    unread: Counter[str]
+    """Bytes of unread answers by session, for all futures."""
     answer: Answer | None = None
     """Answer. None while the request waits or runs."""
     is_done: asyncio.Event = field(default_factory=asyncio.Event)
@@ -30,11 +37,23 @@ class RequestFuture:
     def resolve(self, answer: Answer) -> None:
         """Set the answer."""
         self.answer = answer
+        self.unread[self.session_id] += self._size
         self.is_done.set()
 
     def fail(self, message: str, category: str) -> None:
         """Set an error as the answer. ``category`` is "user" or "server"."""
         self.resolve({"error": message, "category": category})
+
+    def mark_received(self) -> None:
+        """Record that a client received the answer."""
+        if self.received_at is None:
+            self.unread[self.session_id] -= self._size
+        self.received_at = time.monotonic()
+
+    @property
+    def _size(self) -> int:
+        """Bytes of a large answer. JSON answers are small."""
+        return len(self.answer) if isinstance(self.answer, bytes) else 0
 
 
 class RequestFutures:
@@ -42,6 +61,7 @@ class RequestFutures:
 
     def __init__(self) -> None:
         self._futures: dict[str, RequestFuture] = {}
+        self._unread: Counter[str] = Counter()
 
     def __len__(self) -> int:
         return len(self._futures)
@@ -50,9 +70,14 @@ class RequestFutures:
         """Return a future. None if it never existed or was dropped."""
         return self._futures.get(request_id)
 
+    def check_room(self, session_id: str) -> None:
+        """Raise ApiError if a session has too many unread answers."""
+        if self._unread[session_id] > MAX_UNREAD_BYTES:
+            raise ApiError(429, "too_many_requests", "fetch the answers of earlier requests first")
+
     def add(self, request_id: str, session_id: str) -> RequestFuture:
         """Add a future without an answer."""
-        future = RequestFuture(request_id, session_id)
+        future = RequestFuture(request_id, session_id, self._unread)
         self._futures[request_id] = future
         return future
 
@@ -69,3 +94,4 @@ class RequestFutures:
             if future.answer is None:
                 future.fail("the session has ended", "user")
             del self._futures[future.request_id]
+        del self._unread[session_id]

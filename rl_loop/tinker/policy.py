@@ -8,6 +8,7 @@ import math
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -24,31 +25,21 @@ from rl_loop.engines.protocol import (
 )
 from rl_loop.tinker.datums import PassRequest
 from rl_loop.tinker.errors import ClientError
-from rl_loop.tinker.futures import Answer
-from rl_loop.tinker.wire import write_output, write_samples
+from rl_loop.tinker.snapshots import Snapshot
 from rl_loop.trainer.tenant_group import TenantGroup
-
-
-@dataclass(frozen=True, eq=False)
-class Snapshot:
-    """Weights that sample. They never change. Compared by identity."""
-
-    rank: int = 1
-    """Rank of the adapter."""
-    tensors: Mapping[str, torch.Tensor] | None = None
-    """Factors by name. None for the base."""
+from rl_loop.trainer.tenant_worker import PassResult
 
 
 @dataclass(frozen=True)
 class SampleRequest:
-    """A request to sample continuations of one prompt."""
+    """A request to sample continuations of one prompt, or a part of it."""
 
     name: str
     """Unique name."""
     prompt: list[int]
     """Tokens of the prompt."""
-    count: int
-    """Number of continuations."""
+    numbers: range
+    """Numbers of the continuations."""
     sampling: SamplingParams
     """Parameters of each continuation. Its seed is increased by the number of the continuation."""
     scores_prompt: bool = False
@@ -57,8 +48,18 @@ class SampleRequest:
     """Number of tokens at the end of the prompt whose log-probs are wanted. None for all."""
 
 
+@dataclass(frozen=True)
+class Samples:
+    """Result of a ``SampleRequest``."""
+
+    sequences: list[tuple[list[int], list[float], bool]]
+    """Tokens and log-probs of each continuation, and True if it ended with a stop token."""
+    prompt_log_probs: np.ndarray | None
+    """float32 [tokens of the prompt], NaN for tokens without a log-prob. None if not requested."""
+
+
 class Policy:
-    """One tenant in the trainer, and one snapshot in the engine."""
+    """Tenants in the trainer, and one snapshot in the engine."""
 
     def __init__(
         self,
@@ -77,100 +78,112 @@ class Policy:
 
     # -- training ---------------------------------------------------------------------------------
 
-    def create(self, rank: int, seed: int) -> None:
-        """Replace the tenant by a new one."""
-        self._group.new_tenant(rank, seed)
+    def create(self, tenant: str, rank: int, seed: int) -> None:
+        """Create a tenant."""
+        self._group.new_tenant(tenant, rank, seed)
 
-    def load(self, rank: int, tensors: Mapping[str, torch.Tensor], *, optimizer: bool) -> None:
-        """Replace the tenant by a saved one.
+    def load(
+        self, tenant: str, rank: int, tensors: Mapping[str, torch.Tensor], *, optimizer: bool
+    ) -> None:
+        """Create or replace a tenant by a saved one.
 
         Raises:
-            ClientError: the tensors do not fit the adapters of this server.
+            ClientError: the tensors do not fit the adapters of this server. The tenant is unchanged.
         """
         try:
-            self._group.load_tenant(rank, tensors, optimizer=optimizer)
+            self._group.load_tenant(tenant, rank, tensors, optimizer=optimizer)
         except (KeyError, RuntimeError, ValueError) as error:
             raise ClientError(
                 f"the checkpoint does not fit the adapters of this server: {error}"
             ) from error
 
-    def run_pass(self, request: PassRequest) -> bytes:
+    def drop(self, tenant: str) -> None:
+        """Forget a tenant."""
+        self._group.drop_tenant(tenant)
+
+    def run_pass(self, tenant: str, request: PassRequest) -> PassResult:
         """Run a forward pass, and a backward pass unless it is forward only.
 
         Raises:
-            ClientError: the loss is not finite. The next step then fails.
+            ClientError: the loss is not finite.
         """
         run = self._group.evaluate if request.forward_only else self._group.accumulate
-        result = run(request.samples, request.loss)
+        result = run(tenant, request.samples, request.loss)
         if not math.isfinite(result.loss):
-            if not request.forward_only:
-                self.fail_step("the loss of a pass was not finite")
             raise ClientError("the loss is not finite")
-        return write_output(request.split(result.log_probs), {"loss:sum": result.loss})
+        return result
 
-    def fail_step(self, reason: str) -> None:
-        """Let the next step fail, because a pass of it was refused."""
-        self._group.fail_step(reason)
+    def fail_step(self, tenant: str, reason: str) -> None:
+        """Let a tenant's next step fail, because a pass of it was refused."""
+        self._group.fail_step(tenant, reason)
 
-    def take_step(self, settings: AdamSettings) -> dict[str, float]:
-        """Take an optimizer step, and return its metrics.
+    def take_step(self, tenant: str, settings: AdamSettings) -> dict[str, float]:
+        """Take an optimizer step of a tenant, and return its metrics.
 
         Raises:
             ClientError: there is no gradient, a part of it is missing, or it is not finite.
         """
         try:
-            update = self._group.take_step(settings)
+            update = self._group.take_step(tenant, settings)
         except (RuntimeError, FloatingPointError) as error:
             raise ClientError(str(error)) from error
         if not update.parameters_updated:
             raise ClientError(f"no step was taken: {update.non_finite_gradients}")
         return {"grad_norm": update.grad_norm}
 
-    def copy(self) -> dict[str, torch.Tensor]:
-        """Return a copy of the tenant with its optimizer state."""
-        return self._group.copy_tenant()
+    def copy(self, tenant: str) -> dict[str, torch.Tensor]:
+        """Return a copy of a tenant with its optimizer state."""
+        return self._group.copy_tenant(tenant)
 
-    def copy_adapter(self) -> dict[str, torch.Tensor]:
-        """Return a copy of the tenant's factors."""
-        return self._group.copy_adapter()
+    def copy_adapter(self, tenant: str) -> dict[str, torch.Tensor]:
+        """Return a copy of a tenant's factors."""
+        return self._group.copy_adapter(tenant)
+
+    @cached_property
+    def base_digest(self) -> str:
+        """Digest of the base, for adapters in PEFT's format."""
+        return self._group.base_digest()
 
     # -- sampling ---------------------------------------------------------------------------------
 
     def sample(
         self, snapshot: Snapshot, requests: Sequence[SampleRequest]
-    ) -> list[Answer | ClientError]:
-        """Sample requests of one snapshot. Returns an answer or an error for each."""
+    ) -> list[Samples | ClientError]:
+        """Sample requests of one snapshot. Returns a result or an error for each."""
         if snapshot is not self._sampling_from:
+            tensors = snapshot.read()
             # Unknown until the sync has succeeded.
             self._sampling_from = None
             self._syncs += 1
-            with self._group.with_adapter(snapshot.rank, snapshot.tensors):
+            with self._group.with_adapter(snapshot.rank, tensors):
                 self._backend.sync_weights(self._group, self._syncs)
             self._sampling_from = snapshot
         return asyncio.run(self._sample_all(requests))
 
-    async def _sample_all(self, requests: Sequence[SampleRequest]) -> list[Answer | ClientError]:
+    async def _sample_all(self, requests: Sequence[SampleRequest]) -> list[Samples | ClientError]:
         return await asyncio.gather(*map(self._sample_one, requests))
 
-    async def _sample_one(self, request: SampleRequest) -> Answer | ClientError:
-        """Return the answer of a request."""
+    async def _sample_one(self, request: SampleRequest) -> Samples | ClientError:
+        """Return the result of a request."""
         try:
             results = await asyncio.gather(
-                *(self._generate(request, number) for number in range(request.count))
+                *(self._generate(request, number) for number in request.numbers)
             )
             scores = await self._score_prompt(request) if request.scores_prompt else None
         except ValueError as error:
             return ClientError(str(error))
-        sequences = [
-            (
-                result.output_ids,
-                result.output_log_probs,
-                bool(result.output_ids)
-                and result.output_ids[-1] in request.sampling.stop_token_ids,
-            )
-            for result in results
-        ]
-        return write_samples(sequences, scores)
+        stop = request.sampling.stop_token_ids
+        return Samples(
+            [
+                (
+                    result.output_ids,
+                    result.output_log_probs,
+                    bool(result.output_ids) and result.output_ids[-1] in stop,
+                )
+                for result in results
+            ],
+            scores,
+        )
 
     async def _generate(self, request: SampleRequest, number: int) -> GenerateResult:
         """Sample one continuation."""

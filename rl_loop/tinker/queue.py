@@ -13,8 +13,12 @@ MAX_WAITING = 4096
 """Maximum number of a tenant's waiting requests."""
 
 
-type Work = Callable[[], Awaitable[Answer]]
-"""Carries a request out, on the event loop. Raises ClientError for the user of the client."""
+type Work = Callable[[], Awaitable[Answer | None]]
+"""Carries a request out, or a part of it, on the event loop.
+
+Returns None if another call must carry out a further part. Raises ClientError for the user of the
+client.
+"""
 
 
 @dataclass(frozen=True)
@@ -27,6 +31,8 @@ class Operation:
     """Receives the answer."""
     size: int = 0
     """Bytes of the request."""
+    tokens: int = 0
+    """Tokens of the request."""
     ends_turn: bool = False
     """True if another tenant's turn begins after the operation."""
 
@@ -43,7 +49,7 @@ class TenantQueue:
     session_id: str
     """Session of the tenant."""
     next_number: int = 1
-    """Number of the next operation to run."""
+    """Number of the operation that runs or is the next to run."""
     waiting_bytes: int = 0
     """Bytes of all waiting requests."""
     _waiting: dict[int, Operation] = field(default_factory=dict)
@@ -56,6 +62,7 @@ class TenantQueue:
         futures: RequestFutures,
         *,
         size: int = 0,
+        tokens: int = 0,
         ends_turn: bool = False,
     ) -> RequestFuture:
         """Add a request, or return the future of an earlier request of the same number.
@@ -66,6 +73,7 @@ class TenantQueue:
             work: see ``Operation``.
             futures: futures of the server.
             size: bytes of the request.
+            tokens: tokens of the request.
             ends_turn: see ``Operation``.
 
         Raises:
@@ -86,8 +94,9 @@ class TenantQueue:
         # The next request always has room: the others wait for it.
         if is_full and number != self.next_number:
             raise ApiError(429, "too_many_requests", "too many requests of this model wait")
+        futures.check_room(self.session_id)
         future = futures.add(request_id, self.session_id)
-        self._waiting[number] = Operation(work, future, size, ends_turn)
+        self._waiting[number] = Operation(work, future, size, tokens, ends_turn)
         self.waiting_bytes += size
         return future
 
@@ -96,9 +105,18 @@ class TenantQueue:
         """True if the next operation has arrived."""
         return self.next_number in self._waiting
 
-    def take(self) -> Operation:
-        """Remove and return the next operation."""
-        operation = self._waiting.pop(self.next_number)
-        self.next_number += 1
-        self.waiting_bytes -= operation.size
-        return operation
+    def first(self) -> Operation:
+        """Return the next operation, which stays in the queue."""
+        return self._waiting[self.next_number]
+
+    def remove_first(self) -> None:
+        """Remove the next operation. Without effect if the queue was cleared."""
+        operation = self._waiting.pop(self.next_number, None)
+        if operation is not None:
+            self.next_number += 1
+            self.waiting_bytes -= operation.size
+
+    def clear(self) -> None:
+        """Remove all operations, because the tenant has left."""
+        self._waiting.clear()
+        self.waiting_bytes = 0

@@ -6,7 +6,7 @@ import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Hashable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from megatron_gptoss.user_error import UserError
 from rl_loop.gateway.errors import ApiError
@@ -16,50 +16,84 @@ from rl_loop.tinker.queue import TenantQueue, Work
 
 MAX_WAITING_SAMPLES = 4096
 """Maximum number of waiting sampling requests. Clients repeat further ones later."""
-MAX_BATCH = 64
-"""Maximum number of sampling requests that run together."""
+MAX_BATCH = 256
+"""Maximum number of continuations that are sampled together."""
 MAX_BURST = 64
 """Maximum number of operations in a tenant's turn."""
 CLEAN_UP_SECONDS = 5.0
 """Time in seconds between clean-ups."""
+SERVER_FAILED = "the server failed. Its log has the reason"
+"""Message for clients about an unexpected error."""
 
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class SampleOperation[Request]:
-    """A sampling request that waits."""
+@dataclass(eq=False)
+class SampleOperation[Part, Result]:
+    """A sampling request that waits. It runs in parts, so that a large one does not stop others."""
 
     snapshot: Hashable
     """Weights that sample. Requests with equal snapshots run together."""
-    request: Request
-    """Argument of the function that samples."""
+    parts: Sequence[tuple[Part, int]]
+    """Arguments of the function that samples, each with its number of continuations."""
     future: RequestFuture
     """Receives the answer."""
+    combine: Callable[[Sequence[Result]], Answer]
+    """Makes the answer from the results of all parts."""
+    started: int = 0
+    """Number of parts that run or have run."""
+    results: list[Result] = field(default_factory=list)
+    """Results of the parts that have run."""
+
+    def add_result(self, result: Result | ClientError) -> None:
+        """Add the result of the next part, and set the answer after the last one."""
+        if self.future.answer is not None:
+            return
+        if isinstance(result, ClientError):
+            self.fail(str(result), "user")
+            return
+        self.results.append(result)
+        if len(self.results) == len(self.parts):
+            self.future.resolve(self.combine(self.results))
+
+    def fail(self, message: str, category: str) -> None:
+        """Set an error as the answer, and start no further parts."""
+        self.started = len(self.parts)
+        if self.future.answer is None:
+            self.future.fail(message, category)
+
+    @property
+    def is_started(self) -> bool:
+        """True if no part waits, or the future was dropped."""
+        return self.started == len(self.parts) or self.future.answer is not None
 
 
-class Scheduler[Request]:
+class Scheduler[Part, Result]:
     """Runs operations.
 
-    Tenants take turns. A turn ends with an optimizer step, so that unfinished gradients are rare.
-    After every turn, waiting sampling requests of one snapshot run.
+    Tenants take turns. A turn ends with an optimizer step, so that unfinished gradients are rare,
+    or after a number of tokens. After every turn, waiting sampling requests of one snapshot run.
+    Snapshots take turns, too.
     """
 
     def __init__(
         self,
-        sample: Callable[[Hashable, Sequence[Request]], Awaitable[Sequence[Answer | ClientError]]],
+        sample: Callable[[Hashable, Sequence[Part]], Awaitable[Sequence[Result | ClientError]]],
         clean_up: Callable[[], None],
+        turn_tokens: int,
     ) -> None:
         """Create a scheduler that does not run yet.
 
         Args:
-            sample: samples requests of one snapshot. Returns an answer or an error for each.
+            sample: samples parts of requests of one snapshot. Returns a result or an error for each.
             clean_up: called regularly on the event loop.
+            turn_tokens: number of tokens after which a tenant's turn ends.
         """
         self._sample = sample
         self._clean_up = clean_up
+        self._turn_tokens = turn_tokens
         self._ready: deque[TenantQueue] = deque()
-        self._samples: deque[SampleOperation[Request]] = deque()
+        self._samples: dict[Hashable, deque[SampleOperation[Part, Result]]] = {}
         self._singles: deque[tuple[Work, RequestFuture]] = deque()
         self._wake = asyncio.Event()
 
@@ -76,21 +110,24 @@ class Scheduler[Request]:
 
     def check_room(self) -> None:
         """Raise ApiError if too many sampling requests wait."""
-        if len(self._samples) >= MAX_WAITING_SAMPLES:
+        if sum(map(len, self._samples.values())) >= MAX_WAITING_SAMPLES:
             raise ApiError(429, "too_many_requests", "too many sampling requests wait")
 
-    def add_sample(self, operation: SampleOperation[Request]) -> None:
+    def add_sample(self, operation: SampleOperation[Part, Result]) -> None:
         """Add a sampling request."""
-        self._samples.append(operation)
+        self._samples.setdefault(operation.snapshot, deque()).append(operation)
         self._wake.set()
 
     def cancel_sample(self, request_id: str) -> None:
-        """Drop a sampling request that waits."""
-        kept = [one for one in self._samples if one.future.request_id != request_id]
-        self._samples = deque(kept)
+        """Fail a sampling request that waits."""
+        for waiting in self._samples.values():
+            for one in waiting:
+                if one.future.request_id == request_id:
+                    one.fail("the request was canceled", "user")
 
     def remove(self, queue: TenantQueue) -> None:
         """Drop a queue, whose tenant has left."""
+        queue.clear()
         with suppress(ValueError):
             self._ready.remove(queue)
 
@@ -109,24 +146,34 @@ class Scheduler[Request]:
                 with suppress(TimeoutError):
                     await asyncio.wait_for(self._wake.wait(), CLEAN_UP_SECONDS)
             if time.monotonic() - cleaned_up >= CLEAN_UP_SECONDS:
-                self._clean_up()
                 cleaned_up = time.monotonic()
+                try:
+                    self._clean_up()
+                except Exception:
+                    logger.exception("the clean-up failed")
 
     async def _run_turn(self, queue: TenantQueue) -> None:
         """Run the operations of a tenant up to its next optimizer step."""
+        tokens = 0
         for _ in range(MAX_BURST):
-            if not queue.is_ready:
-                return
-            operation = queue.take()
-            await self._run(operation.work, operation.future)
+            if not queue.is_ready or tokens >= self._turn_tokens:
+                break
+            operation = queue.first()
+            if not await self._run(operation.work, operation.future):
+                break
+            tokens += operation.tokens
+            queue.remove_first()
             if operation.ends_turn:
                 break
         self.notify(queue)
 
-    async def _run(self, work: Work, future: RequestFuture) -> None:
-        """Run one operation and set its answer."""
+    async def _run(self, work: Work, future: RequestFuture) -> bool:
+        """Run one operation and set its answer. Return False if a part of it remains."""
         try:
-            future.resolve(await work())
+            answer = await work()
+            if answer is None:
+                return False
+            future.resolve(answer)
         except ClientError as error:
             future.fail(str(error), "user")
         except UserError as error:
@@ -134,23 +181,38 @@ class Scheduler[Request]:
             future.fail(str(error), "server")
         except Exception:
             logger.exception("%s failed", future.request_id)
-            future.fail("the server failed. Its log has the reason", "server")
+            future.fail(SERVER_FAILED, "server")
+        return True
 
     async def _run_samples(self) -> None:
-        """Sample waiting requests of the snapshot that has waited longest."""
-        snapshot = self._samples[0].snapshot
-        chosen = [one for one in self._samples if one.snapshot == snapshot][:MAX_BATCH]
-        self._samples = deque(one for one in self._samples if one not in chosen)
-        requests = [one.request for one in chosen]
+        """Sample waiting requests of the snapshot whose turn it is."""
+        snapshot = next(iter(self._samples))
+        chosen = self._take_parts(snapshot)
+        if not chosen:
+            return
         try:
-            answers = await self._sample(snapshot, requests)
+            results = await self._sample(snapshot, [part for _, part in chosen])
+            for (operation, _), result in zip(chosen, results, strict=True):
+                operation.add_result(result)
         except Exception:
             logger.exception("sampling failed")
-            for one in chosen:
-                one.future.fail("the server failed. Its log has the reason", "server")
-            return
-        for one, answer in zip(chosen, answers, strict=True):
-            if isinstance(answer, ClientError):
-                one.future.fail(str(answer), "user")
-            else:
-                one.future.resolve(answer)
+            for operation, _ in chosen:
+                operation.fail(SERVER_FAILED, "server")
+
+    def _take_parts(self, snapshot: Hashable) -> list[tuple[SampleOperation[Part, Result], Part]]:
+        """Take the next parts of a snapshot's requests. Other snapshots have the next turns."""
+        waiting = self._samples.pop(snapshot)
+        chosen = []
+        count = 0
+        while waiting and count < MAX_BATCH:
+            operation = waiting[0]
+            if operation.is_started:
+                waiting.popleft()
+                continue
+            part, continuations = operation.parts[operation.started]
+            operation.started += 1
+            chosen.append((operation, part))
+            count += continuations
+        if waiting:
+            self._samples[snapshot] = waiting
+        return chosen

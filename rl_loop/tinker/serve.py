@@ -3,12 +3,12 @@
 import asyncio
 import hashlib
 import json
-import secrets
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
+from converters.adapter_checkpoint import peft_base_name
 from megatron_gptoss.user_error import UserError
 from rl_loop.config.tinker import TinkerConfig
 from rl_loop.engines.registry import build_backend
@@ -16,17 +16,16 @@ from rl_loop.gateway.serve import LocalEngine, stop_on_signals
 from rl_loop.gateway.server import LOOPBACK
 from rl_loop.rollout.worker import model_shape
 from rl_loop.run_parts import backend_context
+from rl_loop.tinker.owners import KEY_PREFIX, Owners, stored_key
+from rl_loop.tinker.peft_export import adapter_rank
 from rl_loop.tinker.policy import Policy
 from rl_loop.tinker.server import TinkerServer
 from rl_loop.tinker.state import ServedModel, TinkerState
-from rl_loop.tinker.store import CheckpointStore
 from rl_loop.tinker.training_calls import FLAGS
+from rl_loop.tracking.run_lock import locked_run
 from rl_loop.trainer.local_rank import LocalRank
 from rl_loop.trainer.tenant_group import TenantGroup
 from rl_loop.trainer.tenant_worker import TenantWorker
-
-KEY_PREFIX = "tml-"
-"""Beginning of a key. The SDK refuses others."""
 
 
 class TinkerError(UserError):
@@ -41,34 +40,40 @@ class TinkerOptions:
     """Address to listen on."""
     port: int = 8100
     """Port to listen on. 0 for a free port."""
-    api_key: str | None = None
-    """Key of clients. None to generate one."""
+    api_keys: tuple[str, ...] = ()
+    """Keys of clients. If empty, one key is generated and kept in the directory of the run."""
 
 
 def run_tinker(
-    config: TinkerConfig, options: TinkerOptions, on_start: Callable[[str, str], None]
+    config: TinkerConfig, options: TinkerOptions, on_start: Callable[[str, Sequence[str]], None]
 ) -> None:
     """Serve the model of ``config`` until the process is asked to end.
 
     Args:
         config: model, adapters and engine.
-        options: address and key.
-        on_start: called with the URL and the key.
+        options: address and keys.
+        on_start: called with the URL and the keys.
 
     Raises:
-        TinkerError: the server cannot listen on the address, or the key is unusable.
+        RunLockedError: another process uses the directory of the run.
+        TinkerError: the server cannot listen on the address, or a key is unusable.
     """
-    key = options.api_key or KEY_PREFIX + secrets.token_urlsafe(32)
-    if not key.startswith(KEY_PREFIX):
-        raise TinkerError(
-            f"--api-key-file: the key must begin with {KEY_PREFIX}, as the SDK requires"
-        )
+    for key in options.api_keys:
+        if not key.startswith(KEY_PREFIX):
+            raise TinkerError(
+                f"--api-key-file: keys must begin with {KEY_PREFIX}, as the SDK requires"
+            )
     # One thread uses the trainer: torch's and Megatron's settings belong to a thread.
-    with ThreadPoolExecutor(1, "policy") as thread, ExitStack() as stack:
+    with (
+        locked_run(config.directory),
+        ThreadPoolExecutor(1, "policy") as thread,
+        ExitStack() as stack,
+    ):
+        keys = options.api_keys or (stored_key(config.directory / "tinker" / "key"),)
         context = open_policy(config)
         policy = thread.submit(context.__enter__).result()
         stack.callback(lambda: thread.submit(context.__exit__, None, None, None).result())
-        asyncio.run(_serve(config, options, policy, thread, key, on_start))
+        asyncio.run(_serve(config, options, policy, thread, keys, on_start))
 
 
 @contextmanager
@@ -91,13 +96,13 @@ async def _serve(
     options: TinkerOptions,
     policy: Policy,
     thread: ThreadPoolExecutor,
-    key: str,
-    on_start: Callable[[str, str], None],
+    keys: Sequence[str],
+    on_start: Callable[[str, Sequence[str]], None],
 ) -> None:
     """Serve until SIGINT or SIGTERM."""
-    store = CheckpointStore(config.directory / "tinker")
     model = served_model(config)
-    server = TinkerServer(TinkerState(policy, thread, store, model), key, _notice(model))
+    state = TinkerState(policy, thread, config.directory / "tinker", model, config.tinker)
+    server = TinkerServer(state, Owners(keys), _notice(model))
     try:
         url = await server.start(options.host, options.port)
     except OSError as error:
@@ -107,7 +112,7 @@ async def _serve(
         ) from error
     stopped = stop_on_signals()
     try:
-        on_start(url, key)
+        on_start(url, keys)
         await stopped.wait()
     finally:
         await server.close()
@@ -122,9 +127,11 @@ def served_model(config: TinkerConfig) -> ServedModel:
         base=base_digest(config),
         vocabulary_size=config.model.vocab_size,
         max_tokens=min(config.model.max_length, config.training.max_tokens_per_micro_batch),
-        max_rank=config.adapter.rank,
+        max_rank=adapter_rank(config.adapter, config.model),
         trained={flag: bool(set(names) & set(targets)) for flag, names in FLAGS.items()},
-        stop_token_ids=config.tinker.stop_token_ids,
+        architecture=config.model,
+        adapter=config.adapter,
+        base_name=peft_base_name(config.initial_weights),
     )
 
 
@@ -142,7 +149,7 @@ def base_digest(config: TinkerConfig) -> str:
 def _notice(model: ServedModel) -> str:
     """Return the message that clients log."""
     untrained = [flag for flag, is_trained in model.trained.items() if not is_trained]
-    text = "gptoss tinker: one model at a time. See docs/tinker.md for the calls that differ"
+    text = "gptoss tinker: see docs/tinker.md for the calls that differ"
     if untrained:
         text += f". Without adapters here: {', '.join(untrained)}"
     return text

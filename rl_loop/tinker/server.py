@@ -1,7 +1,6 @@
 """HTTP server of the Tinker API. It runs on the event loop of its caller."""
 
 import asyncio
-import hmac
 import logging
 import secrets
 import time
@@ -16,11 +15,13 @@ from rl_loop.gateway.connections import OpenConnections, server_options
 from rl_loop.gateway.errors import ApiError
 from rl_loop.infrastructure import describe
 from rl_loop.tinker.checkpoint_calls import CheckpointCalls
+from rl_loop.tinker.downloads import Downloads
 from rl_loop.tinker.errors import ClientError, bad_request, error_response
-from rl_loop.tinker.fields import read
+from rl_loop.tinker.fields import read, read_metadata
 from rl_loop.tinker.futures import RequestFuture
+from rl_loop.tinker.owners import Owners
 from rl_loop.tinker.sampling_calls import SamplingCalls
-from rl_loop.tinker.state import TinkerState
+from rl_loop.tinker.state import Session, TinkerState
 from rl_loop.tinker.training_calls import TrainingCalls
 from rl_loop.tinker.wire import CONTENT_TYPE
 
@@ -28,6 +29,10 @@ PREFIX = "/api/v1/"
 """Beginning of all paths."""
 KEY_HEADER = "X-API-Key"
 """Header with the key of a client."""
+OWNER = web.RequestKey("owner", str)
+"""Key under which a request keeps its owner. Empty for downloads without a key."""
+FILES = f"{PREFIX}files/"
+"""Beginning of the paths of downloads. Their URLs are signed, and need no key."""
 MAX_MESSAGE_BYTES = 64 * 1024 * 1024
 """Maximum bytes of a message. The SDK cuts larger passes."""
 MAX_JSON_VALUES = 1_000_000
@@ -47,20 +52,21 @@ logger = logging.getLogger(__name__)
 class TinkerServer:
     """Serves one policy to the SDK."""
 
-    def __init__(self, state: TinkerState, api_key: str, notice: str) -> None:
+    def __init__(self, state: TinkerState, owners: Owners, notice: str) -> None:
         """Create a server that does not listen yet.
 
         Args:
             state: sessions and policy.
-            api_key: key of all clients.
+            owners: keys of clients.
             notice: message that every client logs.
         """
         self._state = state
-        self._key = api_key.encode()
+        self._owners = owners
         self._notice = notice
         self._training = TrainingCalls(state)
         self._sampling = SamplingCalls(state)
-        self._checkpoints = CheckpointCalls(state)
+        self._downloads = Downloads(state.store, FILES)
+        self._checkpoints = CheckpointCalls(state, self._downloads)
         self._connections = OpenConnections()
         self._runner: web.AppRunner | None = None
         self._task: asyncio.Task[None] | None = None
@@ -107,46 +113,50 @@ class TinkerServer:
 
         for path, answer in self._queries().items():
             app.router.add_get(PREFIX + path, _query_handler(answer))
-        app.router.add_delete(
-            f"{PREFIX}training_runs/{{model}}/checkpoints/{{checkpoint:.+}}",
-            self._delete_checkpoint,
-        )
+        checkpoint = f"{PREFIX}training_runs/{{model}}/checkpoints/{{checkpoint:[^/]+/[^/]+}}"
+        app.router.add_delete(checkpoint, self._delete_checkpoint)
+        app.router.add_put(f"{checkpoint}/ttl", self._set_lifetime)
+        app.router.add_get(f"{checkpoint}/external_weights_urls", self._download_urls)
+        app.router.add_get(f"{FILES}{{resource:.+}}", self._download)
         return app
 
     def _json_calls(self) -> dict[str, Callable[..., Any]]:
         """Return the calls with a JSON body, by path."""
         return {
             "client/config": self._client_config,
-            "client/dynamic_config": lambda body: {"sample_cancel_enabled": True},
+            "client/dynamic_config": lambda owner, body: {"sample_cancel_enabled": True},
             "create_session": self._create_session,
             "session_heartbeat": self._heartbeat,
-            "telemetry": lambda body: {"status": "accepted"},
+            "telemetry": lambda owner, body: {"status": "accepted"},
             "create_model": self._promised(self._training.create_model),
             "get_info": self._training.get_info,
             "optim_step": self._promised(self._training.optim_step),
             "save_weights": self._promised(self._training.save_weights),
             "load_weights": self._promised(self._training.load_weights),
             "save_weights_for_sampler": self._promised(self._training.save_weights_for_sampler),
+            "save_weights_external": self._promised(self._training.save_weights_external),
             "create_sampling_session": self._sampling.create_session,
             "asample": self._sample,
             "cancel_future": self._cancel,
             "weights_info": self._checkpoints.weights_info,
         }
 
-    def _queries(self) -> dict[str, Callable[[web.Request], Any]]:
+    def _queries(self) -> dict[str, Callable[[str, web.Request], Any]]:
         """Return the calls without a body, by path. A part in braces is a variable."""
         checkpoints, sampling = self._checkpoints, self._sampling
-        run = "training_runs/{model}"
+        run = "training_runs/{name}"
         return {
-            "healthz": lambda request: {"status": "ok"},
+            "healthz": lambda owner, request: {"status": "ok"},
             "get_server_capabilities": self._capabilities,
-            "samplers/{name}": lambda request: sampling.describe(request.match_info["name"]),
-            "checkpoints": lambda request: checkpoints.list_all_checkpoints(request.query),
-            "training_runs": lambda request: checkpoints.list_runs(request.query),
-            run: lambda request: checkpoints.describe_run(request.match_info["model"]),
-            f"{run}/checkpoints": (
-                lambda request: checkpoints.list_checkpoints(request.match_info["model"])
+            "samplers/{name}": _named(sampling.describe),
+            "sessions": lambda owner, request: checkpoints.list_sessions(owner, request.query),
+            "sessions/{name}": _named(checkpoints.describe_session),
+            "checkpoints": (
+                lambda owner, request: checkpoints.list_all_checkpoints(owner, request.query)
             ),
+            "training_runs": lambda owner, request: checkpoints.list_runs(owner, request.query),
+            run: _named(checkpoints.describe_run),
+            f"{run}/checkpoints": _named(checkpoints.list_checkpoints),
         }
 
     @web.middleware
@@ -156,11 +166,12 @@ class TinkerServer:
         handler: Callable[[web.Request], Awaitable[web.StreamResponse]],
     ) -> web.StreamResponse:
         """Check the key and answer a request. Every failure has the format of the API's errors."""
-        given = request.headers.get(KEY_HEADER, "").encode(errors="replace")
-        if not hmac.compare_digest(given, self._key):
+        owner = self._owners.find(request.headers.get(KEY_HEADER, ""))
+        if owner is None and not request.path.startswith(FILES):
             return error_response(
                 ApiError(401, "invalid_api_key", f"wrong or missing {KEY_HEADER}")
             )
+        request[OWNER] = owner or ""
         self._connections.begin_request(request.protocol)
         try:
             return await handler(request)
@@ -181,7 +192,7 @@ class TinkerServer:
 
     # -- sessions ---------------------------------------------------------------------------------
 
-    def _client_config(self, body: Mapping[str, Any]) -> dict[str, Any]:
+    def _client_config(self, owner: str, body: Mapping[str, Any]) -> dict[str, Any]:
         """Return the flags of the SDK that differ from their defaults."""
         return {
             # On the loopback interface, compression only takes time.
@@ -192,7 +203,7 @@ class TinkerServer:
             "fwdbwd_dispatch_bytes_semaphore_size": 4 * MAX_MESSAGE_BYTES,
         }
 
-    def _capabilities(self, request: web.Request) -> dict[str, Any]:
+    def _capabilities(self, owner: str, request: web.Request) -> dict[str, Any]:
         model = self._state.model
         described = {
             "model_name": model.name,
@@ -202,56 +213,66 @@ class TinkerServer:
         }
         return {"supported_models": [described]}
 
-    def _create_session(self, body: Mapping[str, Any]) -> dict[str, Any]:
+    def _create_session(self, owner: str, body: Mapping[str, Any]) -> dict[str, Any]:
         session_id = secrets.token_hex(8)
-        self._state.sessions[session_id] = time.monotonic()
+        self._state.sessions[session_id] = Session(owner, read_metadata(body))
         return {
             "type": "create_session",
             "session_id": session_id,
             "warning_message": self._notice,
         }
 
-    def _heartbeat(self, body: Mapping[str, Any]) -> dict[str, Any]:
-        session_id = read(body, "session_id", str)
-        if session_id not in self._state.sessions:
+    def _heartbeat(self, owner: str, body: Mapping[str, Any]) -> dict[str, Any]:
+        session = self._state.sessions.get(read(body, "session_id", str))
+        if session is None or session.owner != owner:
             raise ApiError(410, "session_over", "this session has ended")
-        self._state.sessions[session_id] = time.monotonic()
+        session.seen = time.monotonic()
         return {"type": "session_heartbeat"}
 
     async def _finish(self, request: web.Request) -> web.Response:
         """End a session."""
-        self._state.end_session(request.match_info["session"])
+        session_id = self._state.session(request[OWNER], request.match_info["session"])
+        self._state.end_session(session_id)
         return web.json_response({})
 
     # -- futures ----------------------------------------------------------------------------------
 
     def _promised(
-        self, call: Callable[[Mapping[str, Any]], RequestFuture]
-    ) -> Callable[[Mapping[str, Any]], dict[str, Any]]:
+        self, call: Callable[[str, Mapping[str, Any]], RequestFuture]
+    ) -> Callable[[str, Mapping[str, Any]], dict[str, Any]]:
         """Return a call that answers with the name of its future."""
-        return lambda body: {"request_id": call(body).request_id}
+        return lambda owner, body: {"request_id": call(owner, body).request_id}
 
     async def _forward_backward(self, request: web.Request) -> web.Response:
         if request.content_type != CONTENT_TYPE:
             raise ApiError(415, "invalid_request", f"send a message of type {CONTENT_TYPE}")
         content = await read_body(request, max_bytes=MAX_MESSAGE_BYTES)
-        future = self._training.forward_backward(content)
+        future = self._training.forward_backward(request[OWNER], content)
         return web.json_response({"request_id": future.request_id})
 
-    def _sample(self, body: Mapping[str, Any]) -> dict[str, Any]:
-        future, sequence_ids = self._sampling.sample(body)
+    def _sample(self, owner: str, body: Mapping[str, Any]) -> dict[str, Any]:
+        future, sequence_ids = self._sampling.sample(owner, body)
         return {"request_id": future.request_id, "sample_sequence_ids": sequence_ids}
 
-    def _cancel(self, body: Mapping[str, Any]) -> dict[str, Any]:
-        """Drop a sampling request that waits."""
-        self._state.scheduler.cancel_sample(read(body, "request_id", str))
+    def _cancel(self, owner: str, body: Mapping[str, Any]) -> dict[str, Any]:
+        """Fail a sampling request that waits."""
+        request_id = read(body, "request_id", str)
+        if self._find_future(owner, request_id) is not None:
+            self._state.scheduler.cancel_sample(request_id)
         return {}
+
+    def _find_future(self, owner: str, request_id: str) -> RequestFuture | None:
+        """Return an owner's future. None if there is none."""
+        future = self._state.futures.find(request_id)
+        if future is None or self._state.sessions[future.session_id].owner != owner:
+            return None
+        return future
 
     async def _retrieve(self, request: web.Request) -> web.Response:
         """Return an answer, or ask the client to poll again."""
         body = _read_object(await read_body(request))
         request_id = read(body, "request_id", str)
-        future = self._state.futures.find(request_id)
+        future = self._find_future(request[OWNER], request_id)
         if future is None:
             message = f"there is no request {request_id[:200]!r}. The server may have restarted"
             raise ApiError(410, "not_found", message)
@@ -266,15 +287,33 @@ class TinkerServer:
         if is_large and body.get("allow_metadata_only"):
             size = {"status": "complete_metadata", "response_payload_size": len(answer)}
             return web.json_response(size)
-        future.received_at = time.monotonic()
+        future.mark_received()
         if isinstance(answer, bytes):
             return web.Response(body=answer, content_type=CONTENT_TYPE)
         return web.json_response(answer)
 
+    # -- checkpoints ------------------------------------------------------------------------------
+
     async def _delete_checkpoint(self, request: web.Request) -> web.Response:
         parts = request.match_info
-        self._checkpoints.delete(parts["model"], parts["checkpoint"])
+        self._checkpoints.delete(request[OWNER], parts["model"], parts["checkpoint"])
         return web.json_response({})
+
+    async def _set_lifetime(self, request: web.Request) -> web.Response:
+        body, parts = _read_object(await read_body(request)), request.match_info
+        self._checkpoints.set_lifetime(request[OWNER], parts["model"], parts["checkpoint"], body)
+        return web.json_response({})
+
+    async def _download_urls(self, request: web.Request) -> web.Response:
+        parts = request.match_info
+        urls = self._checkpoints.download_urls(
+            request[OWNER], parts["model"], parts["checkpoint"], str(request.url.origin())
+        )
+        return web.json_response(urls)
+
+    async def _download(self, request: web.Request) -> web.StreamResponse:
+        """Send a file of a signed URL."""
+        return web.FileResponse(self._downloads.find(request.match_info["resource"], request.query))
 
 
 def _read_object(content: bytes) -> Mapping[str, Any]:
@@ -286,23 +325,30 @@ def _read_object(content: bytes) -> Mapping[str, Any]:
 
 
 def _json_handler(
-    call: Callable[[Mapping[str, Any]], Any],
+    call: Callable[[str, Mapping[str, Any]], Any],
 ) -> Callable[[web.Request], Awaitable[web.Response]]:
-    """Return a handler that passes the JSON of a request to a call, and sends its result."""
+    """Return a handler that passes owner and JSON of a request to a call, and sends its result."""
 
     async def handle(request: web.Request) -> web.Response:
-        result = call(_read_object(await read_body(request)))
-        return web.json_response(await result if asyncio.iscoroutine(result) else result)
+        body = _read_object(await read_body(request))
+        return web.json_response(call(request[OWNER], body))
 
     return handle
 
 
 def _query_handler(
-    call: Callable[[web.Request], dict[str, Any]],
+    call: Callable[[str, web.Request], dict[str, Any]],
 ) -> Callable[[web.Request], Awaitable[web.Response]]:
     """Return a handler that sends the result of a call."""
 
     async def handle(request: web.Request) -> web.Response:
-        return web.json_response(call(request))
+        return web.json_response(call(request[OWNER], request))
 
     return handle
+
+
+def _named(
+    call: Callable[[str, str], dict[str, Any]],
+) -> Callable[[str, web.Request], dict[str, Any]]:
+    """Return a query that passes the name in its path to a call."""
+    return lambda owner, request: call(owner, request.match_info["name"])

@@ -1,4 +1,4 @@
-"""Checkpoints of tenants on disk: ``MODEL/weights/NAME`` and ``MODEL/sampler_weights/NAME``.
+"""Checkpoints of tenants on disk: ``MODEL/KIND/NAME``.
 
 A checkpoint is a directory with a JSON file and tensors. Pickle is never read.
 """
@@ -8,16 +8,16 @@ import logging
 import re
 import shutil
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from megatron_gptoss.new_directory import OLD, PARTIAL, new_directory
+from megatron_gptoss.new_directory import OLD, PARTIAL, final_name, new_directory, restore
 from rl_loop.gateway.errors import ApiError
 from rl_loop.tinker.errors import ClientError, bad_request
 
@@ -29,9 +29,9 @@ TENSORS = "tensors.safetensors"
 """File with the tensors of a checkpoint."""
 ABOUT = "checkpoint.json"
 """File with the data about a checkpoint."""
-Kind = Literal["weights", "sampler_weights"]
-"""``weights`` have the optimizer's state."""
-KINDS: tuple[Kind, ...] = ("weights", "sampler_weights")
+Kind = Literal["weights", "sampler_weights", "external_weights"]
+"""``weights`` have the optimizer's state. ``external_weights`` are adapters in PEFT's format."""
+KINDS: tuple[Kind, ...] = get_args(Kind)
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,127}")
 _MODEL = re.compile(r"[0-9a-f]{1,64}:train:[0-9]{1,9}")
 
@@ -88,6 +88,8 @@ class CheckpointName:
 class CheckpointFacts:
     """Data about a checkpoint."""
 
+    owner: str
+    """Owner of the checkpoint. Others do not see it."""
     base: str
     """Digest of the base. Factors of another base are useless."""
     rank: int
@@ -110,9 +112,18 @@ class CheckpointFacts:
 class CheckpointStore:
     """Checkpoints of all tenants in a directory."""
 
-    def __init__(self, directory: Path) -> None:
-        """Keep checkpoints in ``directory``."""
+    def __init__(self, directory: Path, max_bytes: int) -> None:
+        """Keep checkpoints in ``directory``, up to ``max_bytes`` of each owner.
+
+        Incomplete checkpoints of an earlier process are deleted.
+        """
         self._directory = directory
+        self._max_bytes = max_bytes
+        for path in list(directory.glob("*/*/*")):
+            if path.name.endswith(OLD):
+                restore(final_name(path))
+            if path.name.endswith((PARTIAL, OLD)):
+                shutil.rmtree(path, ignore_errors=True)
 
     def save(
         self,
@@ -125,17 +136,55 @@ class CheckpointStore:
         """Write a checkpoint. It appears when it is complete.
 
         Raises:
-            ClientError: it exists, and ``overwrite`` is False.
+            ClientError: it exists, and ``overwrite`` is False. Or there is no room for it.
             DirectoryError: it cannot be written.
         """
+
+        def write(directory: Path) -> None:
+            contiguous = {key: tensor.contiguous() for key, tensor in tensors.items()}
+            save_file(contiguous, directory / TENSORS)
+
+        self.save_files(name, facts, tensors, write, overwrite=overwrite)
+
+    def save_files(
+        self,
+        name: CheckpointName,
+        facts: CheckpointFacts,
+        tensors: Mapping[str, torch.Tensor],
+        write: Callable[[Path], None],
+        *,
+        overwrite: bool = False,
+    ) -> None:
+        """Write a checkpoint like ``save``, whose files ``write`` creates in a directory."""
         path = self._path(name)
         if path.exists() and not overwrite:
             raise ClientError(f"{name} exists. Choose another name, or overwrite it")
-        with new_directory(path, overwrite=overwrite) as partial:
-            save_file(
-                {key: tensor.contiguous() for key, tensor in tensors.items()}, partial / TENSORS
+        needed = sum(tensor.nbytes for tensor in tensors.values())
+        used = sum(self.size(one) for one, _ in self.list(facts.owner) if one != name)
+        if used + needed > self._max_bytes:
+            raise ClientError(
+                f"{name} needs {needed / 1e9:.3f} GB, but other checkpoints use {used / 1e9:.3f} of "
+                f"{self._max_bytes / 1e9:.3f} GB. Delete some"
             )
+        with new_directory(path, overwrite=overwrite) as partial:
+            write(partial)
             (partial / ABOUT).write_text(json.dumps(asdict(facts), indent=1))
+
+    def set_expiry(self, name: CheckpointName, facts: CheckpointFacts) -> None:
+        """Replace the data about a checkpoint, which has another time to live. Raises OSError."""
+        file = self._path(name) / ABOUT
+        new = file.with_name(f"{ABOUT}{PARTIAL}")
+        new.write_text(json.dumps(asdict(facts), indent=1))
+        new.rename(file)
+
+    def files(self, name: CheckpointName) -> dict[str, Path]:
+        """Return the files of a checkpoint with weights and settings, by name."""
+        paths = self._path(name).glob("*")
+        return {path.name: path for path in paths if path.name.removesuffix(PARTIAL) != ABOUT}
+
+    def tensors(self, name: CheckpointName) -> Path:
+        """Return the file with the tensors of a checkpoint."""
+        return self._path(name) / TENSORS
 
     def load(
         self, name: CheckpointName, base: str
@@ -152,12 +201,19 @@ class CheckpointStore:
         facts = self.facts(name)
         if facts is None:
             raise ClientError(f"there is no checkpoint {name}")
-        if facts.base != base:
-            raise ClientError(f"{name} was trained on another base than this server has")
+        self.check_base(name, facts, base)
+        if name.kind == "external_weights":
+            raise ClientError(f"{name} is for other programs. Load other weights")
         try:
             return facts, load_file(self._path(name) / TENSORS)
         except (OSError, SafetensorError) as error:
             raise ClientError(f"{name} cannot be read: {error}") from None
+
+    @staticmethod
+    def check_base(name: CheckpointName, facts: CheckpointFacts, base: str) -> None:
+        """Raise ClientError if a checkpoint belongs to another base than ``base``."""
+        if facts.base != base:
+            raise ClientError(f"{name} was trained on another base than this server has")
 
     def facts(self, name: CheckpointName) -> CheckpointFacts | None:
         """Return the data about a checkpoint. None if there is none.
@@ -182,12 +238,17 @@ class CheckpointStore:
         """Return the bytes of a checkpoint."""
         return sum(file.stat().st_size for file in self._path(name).iterdir())
 
-    def list(self, model_id: str | None = None) -> list[tuple[CheckpointName, CheckpointFacts]]:
-        """Return checkpoints of a tenant, or of all, oldest first, without damaged ones."""
+    def list(
+        self, owner: str, model_id: str | None = None
+    ) -> list[tuple[CheckpointName, CheckpointFacts]]:
+        """Return checkpoints of an owner's tenant, or of all tenants, without damaged ones.
+
+        The oldest one is the first.
+        """
         chosen = [
             (name, facts)
             for name, facts in self._readable()
-            if not facts.is_expired and model_id in (None, name.model_id)
+            if facts.owner == owner and not facts.is_expired and model_id in (None, name.model_id)
         ]
         return sorted(chosen, key=lambda one: one[1].created)
 

@@ -42,6 +42,11 @@ class TenantGroup(TrainerGroup):
         """Copy a tenant without its optimizer state."""
         return self._of_tenant(name, "copy_adapter")
 
+    def base_digest(self) -> str:
+        """Return the digest of the base that adapters in PEFT's format have."""
+        digest: str = self._all("base_digest")
+        return digest
+
     # -- passes and steps -------------------------------------------------------------------------
 
     def accumulate(self, name: str, samples: TrainingSamples, loss: SummedLoss) -> PassResult:

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
+from megatron_gptoss.checkpoint.base_digest import base_digest
 from megatron_gptoss.optimizer import AdamSettings
 from megatron_gptoss.scorer import alignment
 from megatron_gptoss.step_results import UpdateStatistics
@@ -23,8 +24,8 @@ from megatron_gptoss.tenant_state import (
     take_tenant,
     used_rank,
 )
-from rl_loop.config.partial_configs import TrainerConfig
 from rl_loop.algorithms.summed_losses import LOG_PROBS, SummedLoss, summed_objective
+from rl_loop.config.partial_configs import TrainerConfig
 from rl_loop.trainer.rank_inputs import RankInputs
 from rl_loop.trainer.worker import TrainerWorker
 
@@ -141,6 +142,10 @@ class TenantWorker(TrainerWorker):
     def copy_adapter(self) -> dict[str, torch.Tensor]:
         """Copy the tenant without its optimizer state."""
         return copy_adapter(self.trainer)
+
+    def base_digest(self) -> str:
+        """Return the digest of the base that adapters in PEFT's format have."""
+        return base_digest(self.model)
 
     def exchange_adapter(
         self, rank: int, tensors: Mapping[str, torch.Tensor] | None

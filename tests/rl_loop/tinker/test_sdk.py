@@ -7,8 +7,6 @@ import re
 import signal
 import subprocess
 import sys
-import urllib.error
-import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,13 +15,20 @@ import numpy as np
 import pytest
 
 from rl_loop.tinker.wire import ENUMS, MESSAGES, SDK_VERSION
+from tests.support.rl_loop.tinker_client import (
+    DATA,
+    MODEL,
+    TOKENS,
+    call,
+    datum,
+    log_probs_of,
+    step,
+    tinker,
+)
 from tests.support.rl_loop.tinker_server import KEY, RunningServer, running_server
 
-tinker = pytest.importorskip("tinker")
-
-MODEL = "openai/gpt-oss-20b"
-TOKENS = [5, 17, 3, 99, 500, 42, 7]
 STEPS = 4
+ADVANTAGES = [0.0, 1, 1, -1, 1, 1]
 
 
 @pytest.fixture(scope="module")
@@ -37,27 +42,6 @@ def client(server: RunningServer) -> Iterator[Any]:
     service = tinker.ServiceClient(base_url=server.url, api_key=KEY)
     yield service
     service.close("success").result()
-
-
-def datum(tokens: list[int], **columns: Any) -> Any:
-    text = tinker.ModelInput.from_ints(tokens[:-1])
-    inputs = {"target_tokens": tokens[1:], **columns}
-    return tinker.Datum(model_input=text, loss_fn_inputs=inputs)
-
-
-def log_probs_of(result: Any) -> list[np.ndarray]:
-    return [output["logprobs"].to_numpy() for output in result.loss_fn_outputs]
-
-
-DATA = {"weights": [0.0, 1, 1, 1, 1, 1]}
-ADVANTAGES = [0.0, 1, 1, -1, 1, 1]
-
-
-def step(train: Any, learning_rate: float = 0.01) -> Any:
-    """Send a pass and a step together, as recipes do."""
-    passed = train.forward_backward([datum(TOKENS, **DATA)], "cross_entropy")
-    stepped = train.optim_step(tinker.AdamParams(learning_rate=learning_rate))
-    return passed.result(), stepped.result()
 
 
 def test_messages_equal_those_of_the_sdk() -> None:
@@ -195,8 +179,6 @@ def test_resumed_training_equals_uninterrupted_training(server: RunningServer) -
     found = log_probs_of(resumed.forward([datum(TOKENS)], "cross_entropy").result())[0]
     assert np.array_equal(found, expected)
 
-    with pytest.raises(tinker.RequestFailedError, match="one model at a time"):
-        second.create_lora_training_client(base_model=MODEL, rank=4).result()
     rest = second.create_rest_client()
     listed = rest.list_checkpoints(train.model_id).result().checkpoints
     assert [c.checkpoint_id for c in listed] == ["weights/after-one", "sampler_weights/named"]
@@ -205,21 +187,7 @@ def test_resumed_training_equals_uninterrupted_training(server: RunningServer) -
     rest.delete_checkpoint_from_tinker_path(named).result()
     assert len(rest.list_checkpoints(train.model_id).result().checkpoints) == 1
     second.close("success").result()
-    assert server.state.tenants == {} and server.state.samplers == {}
-
-
-def call(
-    server: RunningServer, path: str, body: bytes = b"{}", key: str = KEY, **headers: str
-) -> int:
-    """Send a request without the SDK, and return its status."""
-    headers |= {"X-API-Key": key}
-    request = urllib.request.Request(f"{server.url}/api/v1/{path}", body, headers)
-    try:
-        with urllib.request.urlopen(request) as response:
-            return response.status
-    except urllib.error.HTTPError as error:
-        assert "detail" in json.load(error)
-        return error.code
+    assert all(not name.startswith(resumed.model_id) for name in server.state.tenants)
 
 
 @pytest.mark.parametrize(

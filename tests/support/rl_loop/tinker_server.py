@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -12,12 +12,13 @@ from pathlib import Path
 
 from rl_loop.config.load import load_config
 from rl_loop.config.tinker import TinkerConfig
+from rl_loop.tinker.owners import Owners
 from rl_loop.tinker.serve import open_policy, served_model
 from rl_loop.tinker.server import TinkerServer
 from rl_loop.tinker.state import TinkerState
-from rl_loop.tinker.store import CheckpointStore
 
 KEY = "tml-test"
+OTHER_KEY = "tml-other"
 SMALLER = [
     "model.num_layers=1",
     "model.hidden_size=64",
@@ -37,9 +38,9 @@ class RunningServer:
 
 
 @contextmanager
-def running_server(directory: Path) -> Iterator[RunningServer]:
+def running_server(directory: Path, overrides: Sequence[str] = SMALLER) -> Iterator[RunningServer]:
     """Serve the tiny model from threads of this process, with checkpoints in ``directory``."""
-    config = load_config(Path("tiny"), TinkerConfig, SMALLER)
+    config = load_config(Path("tiny"), TinkerConfig, list(overrides))
     loop = asyncio.new_event_loop()
     loop_thread = threading.Thread(target=loop.run_forever, daemon=True)
     loop_thread.start()
@@ -48,9 +49,8 @@ def running_server(directory: Path) -> Iterator[RunningServer]:
         policy = thread.submit(context.__enter__).result()
 
         async def start() -> tuple[TinkerServer, TinkerState, str]:
-            store = CheckpointStore(directory)
-            state = TinkerState(policy, thread, store, served_model(config))
-            server = TinkerServer(state, KEY, "a notice")
+            state = TinkerState(policy, thread, directory, served_model(config), config.tinker)
+            server = TinkerServer(state, Owners([KEY, OTHER_KEY]), "a notice")
             return server, state, await server.start("127.0.0.1", 0)
 
         server, state, url = asyncio.run_coroutine_threadsafe(start(), loop).result()

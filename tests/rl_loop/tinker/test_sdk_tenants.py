@@ -1,0 +1,271 @@
+"""Several clients of one server: isolation, owners, checkpoints, downloads."""
+
+from __future__ import annotations
+
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from converters.peft_format import PeftDirectory
+from rl_loop.config.load import load_config
+from rl_loop.config.tinker import TinkerConfig
+from tests.support.rl_loop.tinker_client import (
+    DATA,
+    MODEL,
+    TOKENS,
+    call,
+    datum,
+    log_probs_of,
+    step,
+    tinker,
+)
+from tests.support.rl_loop.tinker_server import (
+    KEY,
+    OTHER_KEY,
+    SMALLER,
+    RunningServer,
+    running_server,
+)
+
+LIMITS = ["tinker.turn_tokens=64", "tinker.max_models=4", "tinker.snapshots_per_model=2"]
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
+    with running_server(tmp_path_factory.mktemp("tinker"), [*SMALLER, *LIMITS]) as running:
+        yield running
+
+
+def service(server: RunningServer, key: str = KEY) -> Any:
+    return tinker.ServiceClient(base_url=server.url, api_key=key)
+
+
+@pytest.fixture
+def client(server: RunningServer) -> Iterator[Any]:
+    one = service(server)
+    yield one
+    one.close("success").result()
+
+
+@pytest.fixture
+def other(server: RunningServer) -> Iterator[Any]:
+    one = service(server, OTHER_KEY)
+    yield one
+    one.close("success").result()
+
+
+def batch(tenant: int, number: int) -> list[Any]:
+    """Return two datums that depend on tenant and step."""
+    tokens = [(7 * tenant + 3 * number + 5 * i) % 90 for i in range(8)]
+    return [datum(tokens, weights=[1.0] * 7), datum(TOKENS, **DATA)]
+
+
+def submit(train: Any, tenant: int, number: int) -> list[Any]:
+    """Send two passes and a step, and return their futures."""
+    passes = [
+        train.forward_backward(batch(tenant, number + part), "cross_entropy") for part in (0, 1)
+    ]
+    return [*passes, train.optim_step(tinker.AdamParams(learning_rate=0.02, grad_clip_norm=1.0))]
+
+
+def numbers(futures: list[Any]) -> list[Any]:
+    """Return log-probs and gradient norm of a step."""
+    *passes, update = [future.result() for future in futures]
+    found = [row for one in passes for row in log_probs_of(one)]
+    return [*(row.tolist() for row in found), update.metrics["grad_norm"]]
+
+
+def test_clients_at_once_get_the_numbers_of_clients_alone(server: RunningServer) -> None:
+    kinds = [{"rank": 8, "seed": 1}, {"rank": 4, "seed": 2}, {"rank": 8, "seed": 3}]
+    alone = []
+    for tenant, kind in enumerate(kinds):
+        single = service(server)
+        train = single.create_lora_training_client(base_model=MODEL, **kind).result()
+        alone.append([numbers(submit(train, tenant, number)) for number in range(3)])
+        single.close("success").result()
+
+    clients = [service(server) for _ in kinds]
+    trains = [
+        one.create_lora_training_client(base_model=MODEL, **kind).result()
+        for one, kind in zip(clients, kinds, strict=True)
+    ]
+    sent = [
+        [submit(train, tenant, number) for tenant, train in enumerate(trains)]
+        for number in range(3)
+    ]
+    for tenant, expected in enumerate(alone):
+        assert [numbers(futures[tenant]) for futures in sent] == expected
+    for one in clients:
+        one.close("success").result()
+
+
+def test_giant_pass_lets_others_run_and_keeps_its_sum(client: Any, other: Any) -> None:
+    giant = client.create_lora_training_client(base_model=MODEL, rank=8, seed=1).result()
+    small = other.create_lora_training_client(base_model=MODEL, rank=8, seed=1).result()
+    one = giant.forward([datum(TOKENS, **DATA)], "cross_entropy").result()
+    many = [datum(TOKENS, **DATA)] * 2000
+    started = time.monotonic()
+    pending = giant.forward_backward(many, "cross_entropy")
+    step(small)
+    small_seconds = time.monotonic() - started
+    result = pending.result()
+    giant_seconds = time.monotonic() - started
+    assert small_seconds < giant_seconds / 2
+    assert len(result.loss_fn_outputs) == 2000
+    assert result.metrics["loss:sum"] == pytest.approx(2000 * one.metrics["loss:sum"], rel=1e-5)
+    # The step uses the gradients of all parts.
+    norm = giant.optim_step(tinker.AdamParams(learning_rate=0.0)).result().metrics["grad_norm"]
+    small.forward_backward([datum(TOKENS, **DATA)], "cross_entropy")
+    small.load_state(small.save_state("x").result().path).result()
+    giant.forward_backward([datum(TOKENS, **DATA)], "cross_entropy")
+    single = giant.optim_step(tinker.AdamParams(learning_rate=0.0)).result().metrics["grad_norm"]
+    assert norm == pytest.approx(2000 * single, rel=1e-4)
+
+
+def test_owners_do_not_see_each_other(server: RunningServer, client: Any, other: Any) -> None:
+    train = client.create_lora_training_client(base_model=MODEL, rank=4, seed=1).result()
+    path = train.save_state("mine").result().path
+    sampler = train.save_weights_and_get_sampling_client().result()
+    run = f"training_runs/{train.model_id}"
+    session = train.model_id.partition(":")[0]
+    future = f'{{"request_id": "{train.model_id}/1/save_weights"}}'
+    for key, status in ((KEY, 200), (OTHER_KEY, 404)):
+        info = f'{{"tinker_path": "{path}"}}'
+        assert call(server, "weights_info", info.encode(), key) == status
+        found = f'{{"model_id": "{train.model_id}"}}'
+        assert call(server, "get_info", found.encode(), key) == status
+        assert call(server, run, None, key) == status
+        assert call(server, f"sessions/{session}", None, key) == status
+    assert call(server, "retrieve_future", future.encode(), KEY) == 200
+    assert call(server, "retrieve_future", future.encode(), OTHER_KEY) == 410
+
+    rest = other.create_rest_client()
+    assert rest.list_user_checkpoints().result().checkpoints == []
+    assert rest.list_training_runs().result().training_runs == []
+    assert session not in rest.list_sessions().result().sessions
+    assert session in client.create_rest_client().list_sessions().result().sessions
+    for refused in (
+        lambda: other.create_training_client_from_state_with_optimizer(path).result(),
+        lambda: other.create_sampling_client(model_path=path).result(),
+        lambda: rest.delete_checkpoint_from_tinker_path(path).result(),
+        lambda: rest.set_checkpoint_ttl_from_tinker_path(path, 3600).result(),
+    ):
+        with pytest.raises((tinker.NotFoundError, ValueError)):
+            refused()
+    stolen = tinker.SamplingClient.from_sampler_handle(
+        sampler.get_sampler_handle(), api_key=OTHER_KEY
+    )
+    with pytest.raises((tinker.NotFoundError, ValueError)):
+        stolen.compute_logprobs(tinker.ModelInput.from_ints(TOKENS)).result()
+    assert client.create_rest_client().list_checkpoints(train.model_id).result().checkpoints
+
+
+def test_failures_of_one_client_leave_others_alone(client: Any, other: Any) -> None:
+    """Refused passes, an endless loss and a client that fetches nothing."""
+    good = client.create_lora_training_client(base_model=MODEL, rank=8, seed=1).result()
+    bad = other.create_lora_training_client(base_model=MODEL, rank=8, seed=1).result()
+    expected = service_free_numbers(good)
+    for number in range(3):
+        # Nobody fetches the answers of these.
+        bad.forward_backward([datum(TOKENS, weights=[1e38] * 6)], "cross_entropy")
+        bad.forward_backward([datum(TOKENS, weights=[1.0] * 5)], "cross_entropy")
+        bad.optim_step(tinker.AdamParams(learning_rate=1e6))
+        futures = submit(good, 0, number)
+        assert numbers(futures) == expected[number]
+    with pytest.raises(tinker.RequestFailedError):
+        bad.optim_step(tinker.AdamParams(learning_rate=1.0)).result()
+
+
+def service_free_numbers(train: Any) -> list[list[Any]]:
+    """Return the numbers of three steps, and set the client back to its start."""
+    start = train.save_state("start").result().path
+    found = [numbers(submit(train, 0, number)) for number in range(3)]
+    train.load_state_with_optimizer(start).result()
+    return found
+
+
+def test_models_and_snapshots_are_limited(client: Any) -> None:
+    trains = [
+        client.create_lora_training_client(base_model=MODEL, rank=4).result() for _ in range(4)
+    ]
+    with pytest.raises(tinker.RequestFailedError, match="up to 4 models at a time"):
+        client.create_lora_training_client(base_model=MODEL, rank=4).result()
+    samplers = [trains[0].save_weights_and_get_sampling_client().result() for _ in range(3)]
+    prompt = tinker.ModelInput.from_ints(TOKENS)
+    samplers[2].compute_logprobs(prompt).result()
+    with pytest.raises((tinker.NotFoundError, ValueError), match="the newest 2 of each model"):
+        samplers[0].compute_logprobs(prompt).result()
+
+
+def test_exported_adapter_is_read_as_peft(
+    server: RunningServer, client: Any, tmp_path: Path
+) -> None:
+    """The files of the signed URLs have the tenant's factors, without its key."""
+    train = client.create_lora_training_client(base_model=MODEL, rank=4, seed=1).result()
+    step(train, 0.05)
+    path = train.save_weights_external("adapter", ttl_seconds=3600).result().path
+    rest = client.create_rest_client()
+    found = rest.get_external_weights_urls(path).result()
+    assert set(found.urls) == {"adapter_config.json", "adapter_model.safetensors"}
+    for name, url in found.urls.items():
+        with urllib.request.urlopen(url) as response:
+            (tmp_path / name).write_bytes(response.read())
+    for broken in (url.replace("signature=", "signature=0"), url.replace("expires=", "expires=9")):
+        with pytest.raises(urllib.error.HTTPError, match="404"):
+            urllib.request.urlopen(broken)
+
+    config = load_config(Path("tiny"), TinkerConfig, SMALLER)
+    adapter = PeftDirectory(tmp_path, config.model)
+    assert adapter.adapter.rank == 4 and adapter.adapter.alpha == 16
+    assert {mapping.kind for mapping in adapter.mappings} == {"q", "o", "gate_up", "down", "head"}
+    saved = server.state.store.load(
+        train_name(train.save_weights_for_sampler("same").result().path), server.state.model.base
+    )[1]
+    for mapping in adapter.mappings:
+        a, b = adapter.read(mapping)
+        assert bool(b.any())
+        for key, factor in (("a", a), ("b", b)):
+            (whole,) = [
+                tensor
+                for name, tensor in saved.items()
+                if name.endswith(f".adapters.{mapping.kind}.{key}")
+            ]
+            part = whole[..., : mapping.rank, :] if key == "a" else whole[..., : mapping.rank]
+            assert torch.equal(factor, part)
+            assert float(whole.abs().sum()) == pytest.approx(float(part.abs().sum()))
+
+    for refused in (
+        lambda: client.create_sampling_client(model_path=path).result(),
+        lambda: client.create_training_client_from_state(path).result(),
+    ):
+        with pytest.raises((tinker.APIError, tinker.RequestFailedError, ValueError)):
+            refused()
+
+
+def train_name(path: str) -> Any:
+    from rl_loop.tinker.store import CheckpointName
+
+    return CheckpointName.parse(path)
+
+
+def test_lifetimes_change_and_expire(client: Any) -> None:
+    train = client.create_lora_training_client(base_model=MODEL, rank=4).result()
+    path = train.save_state("short", ttl_seconds=1).result().path
+    kept = train.save_state("kept", ttl_seconds=3600).result().path
+    rest = client.create_rest_client()
+    rest.set_checkpoint_ttl_from_tinker_path(kept, None).result()
+    deadline = time.monotonic() + 30
+    while len(found := rest.list_checkpoints(train.model_id).result().checkpoints) > 1:
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    assert [(one.tinker_path, one.expires_at) for one in found] == [(kept, None)]
+    with pytest.raises(tinker.RequestFailedError, match="there is no checkpoint"):
+        client.create_training_client_from_state(path).result()
+    rest.set_checkpoint_ttl_from_tinker_path(kept, 3600).result()
+    assert rest.list_checkpoints(train.model_id).result().checkpoints[0].expires_at is not None
