@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 import urllib.error
 import urllib.request
@@ -9,18 +10,22 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from converters.peft_format import PeftDirectory
 from rl_loop.config.load import load_config
 from rl_loop.config.tinker import TinkerConfig
+from rl_loop.tinker.store import CheckpointName
+from rl_loop.tinker.wire import MESSAGES
 from tests.support.rl_loop.tinker_client import (
     DATA,
     MODEL,
     TOKENS,
     call,
     datum,
+    fetch,
     log_probs_of,
     step,
     tinker,
@@ -121,11 +126,51 @@ def test_giant_pass_lets_others_run_and_keeps_its_sum(client: Any, other: Any) -
     assert result.metrics["loss:sum"] == pytest.approx(2000 * one.metrics["loss:sum"], rel=1e-5)
     # The step uses the gradients of all parts.
     norm = giant.optim_step(tinker.AdamParams(learning_rate=0.0)).result().metrics["grad_norm"]
-    small.forward_backward([datum(TOKENS, **DATA)], "cross_entropy")
-    small.load_state(small.save_state("x").result().path).result()
     giant.forward_backward([datum(TOKENS, **DATA)], "cross_entropy")
     single = giant.optim_step(tinker.AdamParams(learning_rate=0.0)).result().metrics["grad_norm"]
     assert norm == pytest.approx(2000 * single, rel=1e-4)
+
+
+def test_repeated_and_reversed_requests_run_once_in_order(
+    server: RunningServer, client: Any
+) -> None:
+    """Requests are sent without the SDK, which sends chunks of a pass in another order, too."""
+    found = []
+    for order in ([1, 2, 3, 4], [4, 3, 4, 2, 2, 1, 3, 1]):
+        train = client.create_lora_training_client(base_model=MODEL, rank=8, seed=1).result()
+        for number in order:
+            answers = [send(server, train.model_id, number) for _ in range(order.count(number))]
+            assert len(set(answers)) == 1
+        request_id = f"{train.model_id}/4/optim_step"
+        body = json.dumps({"request_id": request_id}).encode()
+        update = json.loads(fetch(server, "retrieve_future", body))
+        save = {"model_id": train.model_id, "seq_id": 5, "path": "after"}
+        saved = json.loads(fetch(server, "save_weights", json.dumps(save).encode()))
+        fetch(server, "retrieve_future", json.dumps(saved).encode())
+        path = f"tinker://{train.model_id}/weights/after"
+        resumed = client.create_training_client_from_state(path).result()
+        scores = log_probs_of(resumed.forward([datum(TOKENS)], "cross_entropy").result())
+        found.append([update["metrics"]["grad_norm"], scores[0].tolist()])
+    assert found[0] == found[1]
+
+
+def send(server: RunningServer, model_id: str, number: int) -> str:
+    """Send a pass, or a step as number 4, and return the id of its future."""
+    if number == 4:
+        step = {"model_id": model_id, "seq_id": 4, "adam_params": {"learning_rate": 0.01}}
+        answer = fetch(server, "optim_step", json.dumps(step).encode())
+    else:
+        message = MESSAGES["ForwardBackwardRequest"](
+            model_id=model_id, seq_id=number, loss_fn="cross_entropy"
+        )
+        one = message.data.add()
+        one.model_input.add().encoded_text.tokens = np.array([5, 6, number], np.int32).tobytes()
+        target = one.loss_fn_inputs["target_tokens"]
+        target.dense, target.dtype = np.array([6, 7, 8]).tobytes(), 2
+        body = message.SerializeToString()
+        headers = {"Content-Type": "application/x-protobuf"}
+        answer = fetch(server, "forward_backward", body, **headers)
+    return str(json.loads(answer)["request_id"])
 
 
 def test_owners_do_not_see_each_other(server: RunningServer, client: Any, other: Any) -> None:
@@ -225,7 +270,8 @@ def test_exported_adapter_is_read_as_peft(
     assert adapter.adapter.rank == 4 and adapter.adapter.alpha == 16
     assert {mapping.kind for mapping in adapter.mappings} == {"q", "o", "gate_up", "down", "head"}
     saved = server.state.store.load(
-        train_name(train.save_weights_for_sampler("same").result().path), server.state.model.base
+        CheckpointName.parse(train.save_weights_for_sampler("same").result().path),
+        server.state.model.base,
     )[1]
     for mapping in adapter.mappings:
         a, b = adapter.read(mapping)
@@ -246,12 +292,6 @@ def test_exported_adapter_is_read_as_peft(
     ):
         with pytest.raises((tinker.APIError, tinker.RequestFailedError, ValueError)):
             refused()
-
-
-def train_name(path: str) -> Any:
-    from rl_loop.tinker.store import CheckpointName
-
-    return CheckpointName.parse(path)
 
 
 def test_lifetimes_change_and_expire(client: Any) -> None:

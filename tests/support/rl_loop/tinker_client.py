@@ -42,11 +42,20 @@ def call(
     server: RunningServer, path: str, body: bytes | None = b"{}", key: str = KEY, **headers: str
 ) -> int:
     """Send a request without the SDK, and return its status."""
-    headers |= {"X-API-Key": key}
-    request = urllib.request.Request(f"{server.url}/api/v1/{path}", body, headers)
     try:
-        with urllib.request.urlopen(request) as response:
-            return response.status
+        fetch(server, path, body, key, **headers)
     except urllib.error.HTTPError as error:
         assert "detail" in json.load(error)
         return error.code
+    return 200
+
+
+def fetch(
+    server: RunningServer, path: str, body: bytes | None = b"{}", key: str = KEY, **headers: str
+) -> bytes:
+    """Send a request without the SDK, and return its answer. Raises HTTPError."""
+    headers = {"X-API-Key": key, **headers}
+    request = urllib.request.Request(f"{server.url}/api/v1/{path}", body, headers)
+    with urllib.request.urlopen(request) as response:
+        assert response.status == 200
+        return bytes(response.read())
