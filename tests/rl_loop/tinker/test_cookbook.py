@@ -115,7 +115,7 @@ def test_math_rl_runs(server: RunningServer, hub: Path) -> None:
         eval_every=0,
         save_every=0,
     )
-    print(rows)
+    Path(f"/tmp/tk_rows_{len(rows)}_{rows[0].__len__()}.json").write_text(json.dumps(rows))
     assert len(rows) == 2
 
 
@@ -137,7 +137,7 @@ def test_on_policy_distillation_compares_with_the_teacher(
         eval_every=0,
         save_every=0,
     )
-    print(rows)
+    Path(f"/tmp/tk_rows_{len(rows)}_{rows[0].__len__()}.json").write_text(json.dumps(rows))
     assert len(rows) == 2
 
 
@@ -155,7 +155,7 @@ def test_multi_turn_recipe_runs(server: RunningServer, hub: Path) -> None:
         eval_every=0,
         save_every=0,
     )
-    print(rows)
+    Path(f"/tmp/tk_rows_{len(rows)}_{rows[0].__len__()}.json").write_text(json.dumps(rows))
     assert rows
 
 
@@ -170,5 +170,5 @@ def test_dpo_lowers_its_loss(server: RunningServer, hub: Path) -> None:
         max_length=512,
         learning_rate=0.01,
     )
-    print(rows)
+    Path(f"/tmp/tk_rows_{len(rows)}_{rows[0].__len__()}.json").write_text(json.dumps(rows))
     assert rows
