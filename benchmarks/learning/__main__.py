@@ -11,6 +11,7 @@ PROGRAMS = {
     "reference-model": "reference_model",
     "healed-model": "healed_model",
     "claims": "claims",
+    "tinker": "tinker_demo",
 }
 
 if __name__ == "__main__":
