@@ -107,7 +107,8 @@ def load_tenant(
         optimizer: whether to load the optimizer state. Otherwise there is none.
 
     Raises:
-        KeyError, RuntimeError: the tensors belong to other adapters.
+        KeyError, RuntimeError, ValueError: the tensors belong to other adapters, or to a layout with
+            another number of ranks.
     """
     load_adapter_factors(trainer, rank, tensors)
     _reset_optimizer(trainer)
@@ -169,6 +170,8 @@ def _load_moments(trainer: PolicyTrainer, tensors: Mapping[str, Tensor]) -> None
             state = states.get(f"{MOMENT}{number}.{place}")
             if state is None:
                 continue
+            if any(value.ndim and value.shape != parameter.shape for value in state.values()):
+                raise ValueError(f"the moments of parameter {number}.{place} have another shape")
             inner.state[parameter] = {
                 # Adam counts steps on the host.
                 key: value.to("cpu" if value.ndim == 0 else parameter.device, copy=True)

@@ -47,10 +47,10 @@ class TinkerConfig(RunConfig):
             raise ValueError(
                 "initial_adapter has no effect: clients create and load their adapters. Leave it out"
             )
-        if self.parallel.world_size != 1:
+        if self.parallel.world_size != self.parallel.data or self.parallel.expert != 1:
             raise ValueError(
-                f"parallel.world_size ({self.parallel.world_size}): the server has one trainer rank. "
-                "Set it to 1"
+                "parallel: the trainer ranks of the server are data-parallel only. Leave out all keys "
+                "except parallel.world_size"
             )
         if not isinstance(self.rollout.engine, EmbeddedConfig):
             raise ValueError(

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from converters.adapter_checkpoint import peft_base_name
 from megatron_gptoss.user_error import UserError
+from rl_loop.cluster.ray_session import ray_session
 from rl_loop.config.tinker import TinkerConfig
 from rl_loop.engines.registry import build_backend
 from rl_loop.gateway.serve import LocalEngine, stop_on_signals
@@ -23,7 +24,9 @@ from rl_loop.tinker.server import TinkerServer
 from rl_loop.tinker.state import ServedModel, TinkerState
 from rl_loop.tinker.training_calls import FLAGS
 from rl_loop.tracking.run_lock import locked_run
+from rl_loop.trainer.group import TrainerRanks
 from rl_loop.trainer.local_rank import LocalRank
+from rl_loop.trainer.ray_ranks import RayRanks
 from rl_loop.trainer.tenant_group import TenantGroup
 from rl_loop.trainer.tenant_worker import TenantWorker
 
@@ -80,7 +83,7 @@ def run_tinker(
 def open_policy(config: TinkerConfig) -> Iterator[Policy]:
     """Start the trainer and the engine. Use the result on the same thread."""
     with ExitStack() as stack:
-        group = TenantGroup(config, LocalRank(config, TenantWorker))
+        group = TenantGroup(config, _open_ranks(config, stack))
         stack.callback(group.close)
         group.ready()
         backend = build_backend(config.rollout.engine, backend_context(config))
@@ -89,6 +92,14 @@ def open_policy(config: TinkerConfig) -> Iterator[Policy]:
         stack.callback(lambda: asyncio.run(engine.close()))
         backend.start(LocalEngine(engine))
         yield Policy(group, backend, engine, model_shape(config.model))
+
+
+def _open_ranks(config: TinkerConfig, stack: ExitStack) -> TrainerRanks:
+    """Start the trainer ranks. A single rank is in this process."""
+    if config.parallel.world_size == 1:
+        return LocalRank(config, TenantWorker)
+    stack.enter_context(ray_session())
+    return RayRanks(config, serves_tenants=True)
 
 
 async def _serve(

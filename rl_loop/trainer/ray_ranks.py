@@ -45,13 +45,15 @@ class TrainerProcess:
     worker: "TrainerWorker"
     """The rank, after ``start``."""
 
-    def __init__(self, *arguments: Any) -> None:
-        """Store the ``arguments`` of the TrainerWorker."""
+    def __init__(self, serves_tenants: bool, *arguments: Any) -> None:
+        """Store the ``arguments`` of the worker. Its class is TenantWorker if it serves tenants."""
         # Imported here, because the driver reads this file, too. Megatron's import takes over 1 s.
+        from rl_loop.trainer.tenant_worker import TenantWorker
         from rl_loop.trainer.worker import TrainerWorker
 
         # The model is built later, in ``start``: until then this process can report that it runs.
-        self._make_worker = partial(TrainerWorker, *arguments)
+        worker_class = TenantWorker if serves_tenants else TrainerWorker
+        self._make_worker = partial(worker_class, *arguments)
 
     def start(self) -> RankPosition:
         self.worker = self._make_worker()
@@ -76,8 +78,13 @@ class TrainerProcess:
 class RayRanks:
     """One process for each rank, on this machine or on the nodes of ``gptoss launch``."""
 
-    def __init__(self, settings: TrainerConfig) -> None:
-        """Start the processes. ``ready`` waits for them."""
+    def __init__(self, settings: TrainerConfig, *, serves_tenants: bool = False) -> None:
+        """Start the processes. ``ready`` waits for them.
+
+        Args:
+            settings: settings of all ranks.
+            serves_tenants: whether each rank is a TenantWorker.
+        """
         world = settings.parallel.world_size
         cores = os.cpu_count() or 1
         # All ranks have a GPU or none has, because they share one process group.
@@ -102,7 +109,9 @@ class RayRanks:
                 **placement_options(TRAINER_RANK, rank),
             )
             self.actors.append(
-                actor.remote(settings, rank, master, port, threads, self._store_file)
+                actor.remote(
+                    serves_tenants, settings, rank, master, port, threads, self._store_file
+                )
             )
 
         self._processes = ["a node not yet known"] * world

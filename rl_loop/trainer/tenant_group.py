@@ -12,7 +12,7 @@ from megatron_gptoss.samples import TrainingSamples
 from megatron_gptoss.step_results import UpdateStatistics
 from rl_loop.algorithms.summed_losses import SummedLoss
 from rl_loop.trainer.group import TrainerGroup
-from rl_loop.trainer.tenant_worker import PassResult
+from rl_loop.trainer.tenant_worker import PassResult, rank_name
 
 
 class TenantGroup(TrainerGroup):
@@ -35,8 +35,21 @@ class TenantGroup(TrainerGroup):
         self._all("drop_tenant", name)
 
     def copy_tenant(self, name: str) -> dict[str, torch.Tensor]:
-        """Copy a tenant with its optimizer state."""
-        return self._of_tenant(name, "copy_tenant")
+        """Copy a tenant with its optimizer state.
+
+        Returns:
+            Tensors of rank 0 by name. Tensors of another rank that differ have the name
+            ``rank_name(RANK, NAME)``.
+        """
+        self._all("switch", name)
+        world = self._settings.parallel.world_size
+        first, *others = self.ranks.call("copy_tenant", [()] * world, range(world))
+        merged: dict[str, torch.Tensor] = dict(first)
+        for rank, tensors in enumerate(others, start=1):
+            for key, tensor in tensors.items():
+                if key not in first or not torch.equal(tensor, first[key]):
+                    merged[rank_name(rank, key)] = tensor
+        return merged
 
     def copy_adapter(self, name: str) -> dict[str, torch.Tensor]:
         """Copy a tenant without its optimizer state."""

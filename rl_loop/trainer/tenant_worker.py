@@ -40,6 +40,11 @@ class PassResult:
     """Log-prob of each label in nats, float32 [tokens]. 0 for the first token of a sequence."""
 
 
+def rank_name(rank: int, name: str) -> str:
+    """Return the name of a rank's tensor whose value differs from that of rank 0."""
+    return f"rank{rank}/{name}"
+
+
 class TenantWorker(TrainerWorker):
     """A trainer rank with tenants. One is in the trainer, the others are in host memory."""
 
@@ -72,8 +77,18 @@ class TenantWorker(TrainerWorker):
         """Create or replace a tenant by a copied one. See ``tenant_state.load_tenant``.
 
         If that fails, an earlier tenant of this name is unchanged.
+
+        Args:
+            name: name of the tenant.
+            rank: rank of the copied adapter.
+            tensors: result of ``TenantGroup.copy_tenant``.
+            optimizer: whether to load the optimizer state.
         """
         self._put_away()
+        own = rank_name(dist.get_rank(), "")
+        tensors = dict(tensors)
+        for key in [key for key in tensors if key.startswith(own)]:
+            tensors[key.removeprefix(own)] = tensors[key]
         load_tenant(self.trainer, rank, tensors, optimizer=optimizer)
         self._others.pop(name, None)
         self._current = name

@@ -17,7 +17,7 @@ import pytest
 
 from tests.support.processor_speed import slowness
 from tests.support.rl_loop.tinker_client import DATA, MODEL, TOKENS, datum, log_probs_of, tinker
-from tests.support.rl_loop.tinker_server import SMALLER
+from tests.support.rl_loop.tinker_server import KEY, SMALLER, running_server
 
 pytestmark = pytest.mark.slow
 
@@ -166,3 +166,26 @@ def test_2000_samples_at_once_need_no_more_memory(tmp_path: Path) -> None:
         print("resident MB after each burst:", used)
         # The first burst fills caches. Answers are kept for a while.
         assert used[-1] - used[0] < 60
+
+
+def test_two_ranks_train_as_one(tmp_path: Path) -> None:
+    """Two passes and a step of data-parallel ranks, and a step after a resume."""
+    norms = []
+    for world in (1, 2):
+        overrides = [*SMALLER, f"parallel.world_size={world}"]
+        with running_server(tmp_path / str(world), overrides) as server:
+            client = tinker.ServiceClient(base_url=server.url, api_key=KEY)
+            train = client.create_lora_training_client(base_model=MODEL, rank=8, seed=1).result()
+            settings = tinker.AdamParams(learning_rate=0.02)
+            found = []
+            for _ in range(2):
+                for _ in range(2):
+                    train.forward_backward([datum(TOKENS, **DATA)] * 3, "cross_entropy")
+                found.append(train.optim_step(settings).result().metrics["grad_norm"])
+                path = train.save_state("state", overwrite=True).result().path
+                train = client.create_training_client_from_state_with_optimizer(path).result()
+            sampler = train.save_weights_and_get_sampling_client().result()
+            scores = sampler.compute_logprobs(tinker.ModelInput.from_ints(TOKENS)).result()
+            norms.append([*found, *scores[1:]])
+            client.close("success").result()
+    assert norms[0] == pytest.approx(norms[1], rel=1e-5)
