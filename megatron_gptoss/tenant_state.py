@@ -26,7 +26,7 @@ COUNT = "count."
 
 
 @dataclass(frozen=True)
-class Tenant:
+class TenantCopy:
     """A tenant outside of the trainer, in host memory."""
 
     rank: int
@@ -37,12 +37,12 @@ class Tenant:
     """Gradient of the passes since the last step."""
 
 
-def take_tenant(trainer: PolicyTrainer) -> Tenant:
+def take_tenant(trainer: PolicyTrainer) -> TenantCopy:
     """Copy everything that distinguishes a trainer's tenant from others."""
-    return Tenant(used_rank(trainer), copy_tenant(trainer), trainer.unfinished_step())
+    return TenantCopy(used_rank(trainer), copy_tenant(trainer), trainer.unfinished_step())
 
 
-def place_tenant(trainer: PolicyTrainer, tenant: Tenant) -> None:
+def place_tenant(trainer: PolicyTrainer, tenant: TenantCopy) -> None:
     """Replace the tenant of a trainer by a result of ``take_tenant``. The bits are the same."""
     has_moments = any(name.startswith(MOMENT) for name in tenant.tensors)
     load_tenant(trainer, tenant.rank, tenant.tensors, optimizer=has_moments)

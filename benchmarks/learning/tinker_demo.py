@@ -1,11 +1,12 @@
-"""RL on the demo's task through the Tinker SDK: each step is four calls of the official client.
+r"""RL on the demo's task through the Tinker SDK: each step is four calls of the official client.
 
 The episodes run in this process. A server of `gptoss tinker` samples their tokens and trains:
 
     gptoss sft tiny_retool
-    gptoss tinker tiny initial_weights=runs/tiny_retool_sft adapter='{rank: 8, alpha: 16}'
+    gptoss tinker tiny initial_weights=runs/tiny_retool_sft adapter='{rank: 8, alpha: 16}' \
+        training.max_tokens_per_micro_batch=4096
     export TINKER_BASE_URL=... TINKER_API_KEY=...
-    python benchmarks/learning/tinker_demo.py --steps 60
+    python -m benchmarks.learning tinker --steps 60
 """
 
 import argparse

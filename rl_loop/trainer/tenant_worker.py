@@ -14,7 +14,7 @@ from megatron_gptoss.optimizer import AdamSettings
 from megatron_gptoss.scorer import alignment
 from megatron_gptoss.step_results import UpdateStatistics
 from megatron_gptoss.tenant_state import (
-    Tenant,
+    TenantCopy,
     copy_adapter,
     copy_tenant,
     load_adapter_factors,
@@ -60,7 +60,7 @@ class TenantWorker(TrainerWorker):
         super().__init__(settings, rank, master, port, threads, store_file)
         self._current: str | None = None
         """Name of the tenant in the trainer. None if there is none."""
-        self._others: dict[str, Tenant] = {}
+        self._others: dict[str, TenantCopy] = {}
         """Tenants outside of the trainer by name."""
 
     # -- tenants ----------------------------------------------------------------------------------
