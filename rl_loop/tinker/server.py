@@ -230,9 +230,11 @@ class TinkerServer:
         return {"type": "session_heartbeat"}
 
     async def _finish(self, request: web.Request) -> web.Response:
-        """End a session."""
-        session_id = self._state.session(request[OWNER], request.match_info["session"])
-        self._state.end_session(session_id)
+        """End a session. A repeated call has no effect."""
+        session_id = request.match_info["session"]
+        session = self._state.sessions.get(session_id)
+        if session is not None and session.owner == request[OWNER]:
+            self._state.end_session(session_id)
         return web.json_response({})
 
     # -- futures ----------------------------------------------------------------------------------

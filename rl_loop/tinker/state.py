@@ -183,9 +183,9 @@ class TinkerState:
         """Return True if another tenant can be created. Tenants of silent sessions may leave."""
         limit = time.monotonic() - STALE_SECONDS
         if len(self.tenants) >= self.limits.max_models:
-            for tenant in list(self.tenants.values()):
-                if self.sessions[tenant.session_id].seen < limit:
-                    self.end_session(tenant.session_id)
+            for session_id in {tenant.session_id for tenant in self.tenants.values()}:
+                if self.sessions[session_id].seen < limit:
+                    self.end_session(session_id)
         return len(self.tenants) < self.limits.max_models
 
     def add_unnamed_sampler(self, tenant: Tenant, sampler: Sampler) -> None:

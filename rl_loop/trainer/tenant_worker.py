@@ -11,7 +11,7 @@ from megatron.core import parallel_state
 
 from megatron_gptoss.checkpoint.base_digest import base_digest
 from megatron_gptoss.optimizer import AdamSettings
-from megatron_gptoss.scorer import alignment
+from megatron_gptoss.scorer import alignment, gather_parameters
 from megatron_gptoss.step_results import UpdateStatistics
 from megatron_gptoss.tenant_state import (
     TenantCopy,
@@ -112,6 +112,8 @@ class TenantWorker(TrainerWorker):
 
     def _put_away(self) -> None:
         """Copy the trainer's tenant to host memory."""
+        # The distributed optimizer would otherwise overwrite the factors of the next tenant.
+        gather_parameters(self.trainer.model)
         if self._current is not None:
             self._others[self._current] = take_tenant(self.trainer)
             self._current = None
@@ -152,10 +154,12 @@ class TenantWorker(TrainerWorker):
 
     def copy_tenant(self) -> dict[str, torch.Tensor]:
         """Copy the tenant with its optimizer state."""
+        gather_parameters(self.trainer.model)
         return copy_tenant(self.trainer)
 
     def copy_adapter(self) -> dict[str, torch.Tensor]:
         """Copy the tenant without its optimizer state."""
+        gather_parameters(self.trainer.model)
         return copy_adapter(self.trainer)
 
     def base_digest(self) -> str:
@@ -174,6 +178,7 @@ class TenantWorker(TrainerWorker):
         Returns:
             Rank and factors of the tenant.
         """
+        gather_parameters(self.trainer.model)
         used, own = used_rank(self.trainer), copy_adapter(self.trainer)
         if tensors is None:
             tensors = {name: torch.zeros_like(tensor) for name, tensor in own.items()}

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 import time
 import urllib.error
 import urllib.request
@@ -17,6 +20,8 @@ import torch
 from converters.peft_format import PeftDirectory
 from rl_loop.config.load import load_config
 from rl_loop.config.tinker import TinkerConfig
+from rl_loop.tinker.owners import owner_of
+from rl_loop.tinker.state import STALE_SECONDS
 from rl_loop.tinker.store import CheckpointName
 from rl_loop.tinker.wire import MESSAGES
 from tests.support.rl_loop.tinker_client import (
@@ -187,6 +192,7 @@ def test_owners_do_not_see_each_other(server: RunningServer, client: Any, other:
         assert call(server, "get_info", found.encode(), key) == status
         assert call(server, run, None, key) == status
         assert call(server, f"sessions/{session}", None, key) == status
+    assert call(server, f"sessions/{session}/finish", key=OTHER_KEY) == 200
     assert call(server, "retrieve_future", future.encode(), KEY) == 200
     assert call(server, "retrieve_future", future.encode(), OTHER_KEY) == 410
 
@@ -248,6 +254,18 @@ def test_models_and_snapshots_are_limited(client: Any) -> None:
         samplers[0].compute_logprobs(prompt).result()
 
 
+def test_models_of_a_silent_client_make_room(server: RunningServer, client: Any) -> None:
+    silent = service(server)
+    trains = [
+        silent.create_lora_training_client(base_model=MODEL, rank=4).result() for _ in range(4)
+    ]
+    session = server.state.sessions[trains[0].model_id.partition(":")[0]]
+    session.seen -= STALE_SECONDS + 1
+    train = client.create_lora_training_client(base_model=MODEL, rank=4).result()
+    step(train)
+    assert list(server.state.tenants) == [train.model_id]
+
+
 def test_exported_adapter_is_read_as_peft(
     server: RunningServer, client: Any, tmp_path: Path
 ) -> None:
@@ -292,6 +310,23 @@ def test_exported_adapter_is_read_as_peft(
     ):
         with pytest.raises((tinker.APIError, tinker.RequestFailedError, ValueError)):
             refused()
+
+
+@pytest.mark.slow
+def test_command_of_the_sdk_downloads_an_adapter(
+    server: RunningServer, client: Any, tmp_path: Path
+) -> None:
+    """It trains on a copy of the checkpoint for the export, and deletes the export."""
+    train = client.create_lora_training_client(base_model=MODEL, rank=4, seed=1).result()
+    path = train.save_state("trained").result().path
+    environment = {**os.environ, "TINKER_BASE_URL": server.url, "TINKER_API_KEY": KEY}
+    command = [Path(sys.executable).with_name("tinker"), "checkpoint", "download", path]
+    subprocess.run([*command, "--output", tmp_path], env=environment, check=True)
+    (found,) = tmp_path.glob("*/adapter_config.json")
+    config = load_config(Path("tiny"), TinkerConfig, SMALLER)
+    assert PeftDirectory(found.parent, config.model).adapter.rank == 4
+    kinds = {name.kind for name, _ in server.state.store.list(owner_of(KEY))}
+    assert "weights" in kinds
 
 
 def test_lifetimes_change_and_expire(client: Any) -> None:
