@@ -254,6 +254,8 @@ class PolicyTrainer(LogProbScorer):
         """Continue a step from a result of ``unfinished_step``."""
         self.discard_gradients()
         if step.passes:
+            # After an optimizer step, gradients of parameters share memory with the buffers.
+            self._reset_gradients()
             load_gradients(self.model, step.gradients)
         self._passes = step.passes
         self._failure = step.failure
@@ -272,10 +274,7 @@ class PolicyTrainer(LogProbScorer):
         """
         self.module.train()
         if self._passes == 0:
-            # Zero Megatron's buffers, too: the optimizer zeroes only the part that it updates.
-            for chunk in self.model:
-                chunk.zero_grad_buffer()
-            self.optimizer.zero_grad()
+            self._reset_gradients()
         self._passes += 1
 
         # Megatron takes the second result for a number of tokens to divide by, which
@@ -291,6 +290,13 @@ class PolicyTrainer(LogProbScorer):
                 loss,
                 forward_only=False,
             )
+
+    def _reset_gradients(self) -> None:
+        """Set all gradients to 0."""
+        # Zero Megatron's buffers, too: the optimizer zeroes only the part that it updates.
+        for chunk in self.model:
+            chunk.zero_grad_buffer()
+        self.optimizer.zero_grad()
 
     def _training_head(self, temperature: float) -> Head:
         """Return the function that computes the tensors for ``loss_function``.
