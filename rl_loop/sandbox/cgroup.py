@@ -1,9 +1,10 @@
-"""Control group (v2) for each server, if the kernel permits this user to create one.
+"""Control group (v2) for each server of the Python sandbox, and for each shell sandbox, if the
+kernel permits this user to create one.
 
 The *base* is a cgroup whose files this user may write: the cgroup of ``systemd-run --user --scope
--p Delegate=yes``, or, for root, any writable cgroup2 mount. Every server has a separate cgroup
-below the base. The kernel then limits the memory of its calls, including kernel memory, and gives
-each server the same processor weight.
+-p Delegate=yes``, or, for root, any writable cgroup2 mount. Every server and every shell sandbox has
+a separate cgroup below the base. The kernel then limits its memory, including kernel memory, and
+gives each the same processor weight.
 
 A cgroup that contains processes cannot distribute resources among children (the "no internal
 processes" rule). Therefore the processes of a base move into a child named MAIN first.
@@ -123,7 +124,7 @@ def _enable_controllers(base: Path) -> bool:
     available = (base / "cgroup.controllers").read_text().split()
     if "memory" not in available:
         return False
-    for controller in ("memory", "cpu"):
+    for controller in ("memory", "cpu", "pids"):
         if controller not in available or controller in _enabled(base):
             continue
         try:
@@ -168,8 +169,8 @@ def _write(file: Path, text: str) -> None:
         stream.write(text)
 
 
-class ServerCgroup:
-    """Cgroup of one server and its calls, which run one at a time."""
+class _Cgroup:
+    """Cgroup below a base, with an equal share of the processors."""
 
     def __init__(self, base: Path) -> None:
         """Create the cgroup. Raises OSError if that fails."""
@@ -181,6 +182,31 @@ class ServerCgroup:
             _write(self.path / "cpu.weight", str(WEIGHT))
         # Open it here, because supervisors run in the sandbox, where no cgroup file is visible.
         self.memory_events = os.open(self.path / "memory.events", os.O_RDONLY)
+
+    def _limit_memory(self, memory_bytes: int) -> None:
+        # memory.max does not count swap, so a call could otherwise hold more than its limit.
+        if (self.path / "memory.swap.max").exists():
+            _write(self.path / "memory.swap.max", "0")
+        _write(self.path / "memory.max", str(memory_bytes))
+
+    def remove(self) -> None:
+        """Remove the cgroup after its processes have ended. May be called again."""
+        if self.memory_events >= 0:
+            os.close(self.memory_events)
+            self.memory_events = -1
+        deadline = time.monotonic() + REMOVE_SECONDS
+        while self.path.exists():
+            try:
+                self.path.rmdir()
+            except OSError:
+                if time.monotonic() > deadline:
+                    # After the end of this process, a server of another process removes it.
+                    return
+                time.sleep(0.01)
+
+
+class ServerCgroup(_Cgroup):
+    """Cgroup of one server and its calls, which run one at a time."""
 
     def joining(self, command: list[str]) -> list[str]:
         """Return a command that joins the cgroup and then executes ``command``.
@@ -197,26 +223,39 @@ class ServerCgroup:
         Call it when the server is ready. The kernel kills the program instead of the server,
         because the program's oom_score_adj is 1000.
         """
-        # memory.max does not count swap, so a call could otherwise hold more than its limit.
-        if (self.path / "memory.swap.max").exists():
-            _write(self.path / "memory.swap.max", "0")
         used = int((self.path / "memory.current").read_text())
-        _write(self.path / "memory.max", str(used + total_memory_bytes))
+        self._limit_memory(used + total_memory_bytes)
 
-    def remove(self) -> None:
-        """Remove the cgroup after its processes have ended. May be called again."""
-        if self.memory_events >= 0:
-            os.close(self.memory_events)
-            self.memory_events = -1
-        deadline = time.monotonic() + REMOVE_SECONDS
-        while self.path.exists():
-            try:
-                self.path.rmdir()
-            except OSError:
-                if time.monotonic() > deadline:
-                    # After the end of this process, a server of another process removes it.
-                    return
-                time.sleep(0.01)
+
+class SandboxCgroup(_Cgroup):
+    """Cgroup of one shell sandbox."""
+
+    OWN_BYTES = 64 << 20
+    """Memory for process 1 of the sandbox and its kernel objects."""
+    OWN_PROCESSES = 16
+
+    def admit(self, process: int, memory_bytes: int, processes: int) -> None:
+        """Limit the cgroup, and move process 1 of a sandbox into it, before it has children.
+
+        Args:
+            process: process id.
+            memory_bytes: memory of all processes and of files in memory.
+            processes: maximum number of processes and threads.
+        """
+        self._limit_memory(memory_bytes + self.OWN_BYTES)
+        if (self.path / "pids.max").exists():
+            _write(self.path / "pids.max", str(processes + self.OWN_PROCESSES))
+        _write(self.path / "cgroup.procs", str(process))
+        self._kills = self._count_kills()
+
+    def killed_by_limit(self) -> bool:
+        """Return True if the kernel killed a process of a full cgroup since the last call."""
+        before, self._kills = self._kills, self._count_kills()
+        return self._kills > before
+
+    def _count_kills(self) -> int:
+        words = os.pread(self.memory_events, 4096, 0).split()
+        return int(words[words.index(b"oom_kill") + 1]) if b"oom_kill" in words else 0
 
 
 def remove_abandoned(base: Path) -> None:

@@ -1,8 +1,8 @@
-"""System-call filter of a sandboxed program, as classic BPF, for x86_64 and aarch64.
+"""System-call filters of sandboxed programs, as classic BPF, for x86_64 and aarch64.
 
-The filter is a deny-list. It rejects, with EPERM, calls that an unprivileged numeric program does
-not need and calls with a history of kernel escapes. Python then raises an ordinary exception. The
-filter also rejects
+A filter is a deny-list (``SyscallPolicy``). PYTHON_POLICY rejects, with EPERM, calls that an
+unprivileged numeric program does not need and calls with a history of kernel escapes. Python then
+raises an ordinary exception. The policy also rejects
 
 - calls that use kernel memory which neither a limit of the process nor ``process_watch`` counts;
 - calls that leave a mark on a file, because all sandboxes share the inodes of ``/usr``. These are
@@ -16,11 +16,15 @@ filter also rejects
 Some calls return ENOSYS, because libraries then use a substitute: clone3, epoll, and all calls that
 are newer than this list.
 
+SHELL_POLICY allows more, because every file of a shell sandbox is private to it, and because git,
+servers and debuggers need sessions, locks, epoll, sockets and ptrace.
+
 The numbers are from Linux ``asm/unistd.h``.
 """
 
 import errno
 import struct
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from rl_loop.sandbox.config import SandboxUnavailableError
@@ -105,7 +109,7 @@ class ArgumentRule:
     """True to reject all other values instead."""
 
 
-AF_UNIX = 1
+AF_UNIX, AF_INET, AF_INET6, AF_NETLINK = 1, 2, 10, 16
 CLONE_NEW_NAMESPACES = (
     0x20000,
     0x2000000,
@@ -122,7 +126,8 @@ F_GET_RW_HINT, F_SET_RW_HINT, F_GET_FILE_RW_HINT, F_SET_FILE_RW_HINT = 1035, 103
 PR_SET_DUMPABLE, PR_SET_SECCOMP, PR_SCHED_CORE, PR_SET_MEMORY_MERGE = 4, 22, 62, 67
 PR_FUTEX_HASH = 78
 MADV_MERGEABLE = 12
-SO_SNDBUF, SO_SNDBUFFORCE = 7, 32
+SO_SNDBUF, SO_RCVBUF, SO_SNDBUFFORCE, SO_RCVBUFFORCE = 7, 8, 32, 33
+TIOCSTI, TIOCLINUX = 0x5412, 0x541C
 
 ARGUMENT_RULES: dict[str, ArgumentRule] = {
     "clone into a namespace": ArgumentRule((56, 220), 0, CLONE_NEW_NAMESPACES, errno.EPERM, bits=True),
@@ -154,6 +159,63 @@ ARGUMENT_RULES: dict[str, ArgumentRule] = {
     "merged pages": ArgumentRule((28, 233), 2, (MADV_MERGEABLE,), errno.EPERM),
 }  # fmt: skip
 
+SHELL_CALLS = frozenset({
+    # debuggers, which reach only processes of the same sandbox
+    "ptrace", "process_vm_readv", "process_vm_writev", "process_madvise", "kcmp", "name_to_handle_at",
+    # files are private to the sandbox
+    "flock", "inotify_init", "inotify_init1", "inotify_add_watch",
+    "setxattr", "lsetxattr", "fsetxattr", "setxattrat",
+    # daemons
+    "setsid",
+})  # fmt: skip
+"""Names in DENIED_SYSCALLS that shells may use."""
+
+SHELL_ARGUMENT_RULES: dict[str, ArgumentRule] = {
+    **{
+        name: ARGUMENT_RULES[name]
+        for name in ("clone into a namespace", "socketpair", "shared anonymous memory", "merged pages")
+    },
+    # Network namespaces do not confine other families, such as AF_VSOCK and AF_ALG.
+    "socket": ArgumentRule(
+        (41, 198), 0, (AF_UNIX, AF_INET, AF_INET6, AF_NETLINK), errno.EACCES, others=True
+    ),
+    "larger socket buffers": ArgumentRule(
+        (54, 208), 2, (SO_SNDBUF, SO_RCVBUF, SO_SNDBUFFORCE, SO_RCVBUFFORCE), 0
+    ),
+    "leases and larger pipes": ArgumentRule(
+        (72, 25), 1, (F_SETLEASE, F_NOTIFY, F_SETPIPE_SZ), errno.EPERM
+    ),
+    "process attributes": ArgumentRule(
+        (157, 167), 0, (PR_SET_SECCOMP, PR_SCHED_CORE, PR_SET_MEMORY_MERGE, PR_FUTEX_HASH), errno.EPERM
+    ),
+    "terminal input": ArgumentRule((16, 29), 1, (TIOCSTI, TIOCLINUX), errno.EPERM),
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class SyscallPolicy:
+    """Calls that a filter rejects. The number of a call is for x86_64 and for aarch64."""
+
+    denied: Mapping[str, tuple[int | None, int | None]]
+    """Calls that return EPERM."""
+    missing: Mapping[str, tuple[int | None, int | None]]
+    """Calls that return ENOSYS, so that callers use something else."""
+    ignored: Mapping[str, tuple[int, int]]
+    """Calls that return success without effect."""
+    rules: Mapping[str, ArgumentRule]
+    """Calls that are judged by an argument."""
+
+
+PYTHON_POLICY = SyscallPolicy(DENIED_SYSCALLS, MISSING_SYSCALLS, IGNORED_SYSCALLS, ARGUMENT_RULES)
+
+SHELL_POLICY = SyscallPolicy(
+    {name: numbers for name, numbers in DENIED_SYSCALLS.items() if name not in SHELL_CALLS},
+    {"clone3": MISSING_SYSCALLS["clone3"]},
+    # The sandbox sets the processors, and programs keep them.
+    {**IGNORED_SYSCALLS, "sched_setaffinity": (203, 122)},
+    SHELL_ARGUMENT_RULES,
+)
+
 # architecture: (AUDIT_ARCH_* constant, column above)
 _ARCHITECTURES = {"x86_64": (0xC000003E, 0), "aarch64": (0xC00000B7, 1)}
 
@@ -168,14 +230,15 @@ GROUP_SIZE = 8
 Instruction = tuple[int, int, int, int]  # operation, jump if true, jump if false, constant
 
 
-def seccomp_filter(machine: str) -> bytes:
-    """Return the filter as an array of ``struct sock_filter`` (8 bytes each), for
+def seccomp_filter(machine: str, policy: SyscallPolicy = PYTHON_POLICY) -> bytes:
+    """Return a filter as an array of ``struct sock_filter`` (8 bytes each), for
     SECCOMP_MODE_FILTER.
 
     A call with another architecture's convention kills the process.
 
     Args:
         machine: name as in ``platform.machine()``.
+        policy: calls to reject.
 
     Raises:
         SandboxUnavailableError: if the machine is neither x86_64 nor aarch64.
@@ -197,16 +260,16 @@ def seccomp_filter(machine: str) -> bytes:
     program += [(_JUMP_AT_LEAST, 0, 1, NEWEST_SYSCALL + 1), (_RETURN, 0, 0, _ERRNO | errno.ENOSYS)]
 
     verdicts: dict[int, int] = {}
-    for syscalls, error in ((DENIED_SYSCALLS, errno.EPERM), (MISSING_SYSCALLS, errno.ENOSYS)):
+    for syscalls, error in ((policy.denied, errno.EPERM), (policy.missing, errno.ENOSYS)):
         for numbers in syscalls.values():
             number = numbers[column]
             if number is not None:
                 verdicts[number] = _ERRNO | error
-    for ignored in IGNORED_SYSCALLS.values():
+    for ignored in policy.ignored.values():
         verdicts[ignored[column]] = _ERRNO
     program += _verdicts_by_number(verdicts)
 
-    for rule in ARGUMENT_RULES.values():
+    for rule in policy.rules.values():
         body = _argument_rule(rule)
         program += [(_JUMP_EQUAL, 0, len(body), rule.numbers[column]), *body]
 

@@ -81,6 +81,7 @@ class ProcessWatch:
         socket_buffer_bytes: int,
         memory_events: int | None,
         has_cpu_weight: bool,
+        proc: str = "/proc",
     ) -> None:
         """
         Open the counters.
@@ -90,6 +91,7 @@ class ProcessWatch:
             socket_buffer_bytes: net.core.wmem_default of the host's network namespace.
             memory_events: open descriptor of the cgroup's memory.events; None without a cgroup.
             has_cpu_weight: True if the cgroup shares processors.
+            proc: mount point of the /proc to read.
         """
         self._limit = memory_bytes
         # A message may start while its buffer has space, and so fill the buffer twice.
@@ -99,7 +101,7 @@ class ProcessWatch:
 
         # /proc of the server's process namespace. It also shows the call's processes, and they
         # cannot cover it.
-        self._proc = os.open("/proc", os.O_RDONLY | os.O_DIRECTORY)
+        self._proc = os.open(proc, os.O_RDONLY | os.O_DIRECTORY)
         # Process 1 is bubblewrap's.
         self._outsiders = {"1", str(os.getppid()), str(os.getpid())}
         self._sockets_file = os.open("self/net/sockstat", os.O_RDONLY, dir_fd=self._proc)
@@ -111,6 +113,15 @@ class ProcessWatch:
         self._busy_before = 0
         self._counted_bytes = 0
         """Kernel memory for mappings and descriptors at the last exact check."""
+
+    def begin_call(self) -> None:
+        """Forget earlier kills, if one watch serves several calls."""
+        self._kills_before = self._count_kills()
+
+    def memory_bytes(self) -> int:
+        """Return the memory of all processes, exactly."""
+        self._counted_bytes = self._mappings_bytes() + self._descriptors_bytes()
+        return self._memory_bytes(exact=True)
 
     def watch_tmp(self) -> None:
         """Open the call's /tmp. Call it after the program has mounted it."""
