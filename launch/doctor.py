@@ -1,5 +1,6 @@
 """Checks of this machine: parts that runs need, and advice for missing parts."""
 
+import asyncio
 import importlib
 import importlib.metadata
 import logging
@@ -18,6 +19,7 @@ from rich.console import Console
 from rich.text import Text
 
 from megatron_gptoss import host_memory
+from megatron_gptoss.user_error import UserError
 from rl_loop.extras import install_command
 
 
@@ -251,6 +253,17 @@ def check_sandbox_limits() -> Finding:
     return Finding(Severity.OK, detail)
 
 
+def check_shell_sandbox() -> Finding:
+    """Check that a shell sandbox starts, and measure the start."""
+    shell = importlib.import_module("rl_loop.sandbox.shell")
+    try:
+        seconds = asyncio.run(shell.check_shell_sandboxes())
+    except UserError as error:
+        # Only the environment of shell tasks needs it.
+        return Finding(Severity.LIMITED, "no shell sandboxes", str(error))
+    return Finding(Severity.OK, f"a sandbox starts in {1e3 * seconds:.0f} ms")
+
+
 def check_gpus() -> Finding:
     """List the GPUs of this machine."""
     torch = importlib.import_module("torch")
@@ -305,6 +318,7 @@ CHECKS: tuple[tuple[str, Callable[[], Finding]], ...] = (
     ("C compiler", check_compiler),
     ("sandbox", check_sandbox),
     ("sandbox limits", check_sandbox_limits),
+    ("shell sandbox", check_shell_sandbox),
     ("GPUs", check_gpus),
     ("disk", check_disk),
     ("memory", check_memory),

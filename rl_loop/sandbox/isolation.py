@@ -32,12 +32,13 @@ has a limited number of them.
 """
 DEVICE_LINKS = {"fd": "/proc/self/fd", "stdin": "fd/0", "stdout": "fd/1", "stderr": "fd/2"}
 
-USER_NAMESPACE_SYSCTLS = {
+NAMESPACE_SYSCTLS = {
     "user.max_user_namespaces": (0, 15000),
+    "user.max_net_namespaces": (0, 15000),
     "kernel.unprivileged_userns_clone": (0, 1),
     "kernel.apparmor_restrict_unprivileged_userns": (1, 0),
 }
-"""{name: (value that forbids user namespaces, value that allows them)}."""
+"""{name: (value that forbids namespaces, value that allows them)}."""
 
 
 def bubblewrap_command(
@@ -218,9 +219,9 @@ def find_interpreter(config: SandboxConfig) -> SandboxInterpreter:
 def hints() -> list[str]:
     """Return possible reasons why a server does not start on this machine, with remedies."""
     forbidden = [
-        f"user namespaces are forbidden: {name} is {bad}. An administrator can allow them "
+        f"namespaces are forbidden: {name} is {bad}. An administrator can allow them "
         f"(sysctl -w {name}={good})"
-        for name, (bad, good) in USER_NAMESPACE_SYSCTLS.items()
+        for name, (bad, good) in NAMESPACE_SYSCTLS.items()
         if _sysctl(name) == bad
     ]
     return [

@@ -7,7 +7,6 @@ import os
 import platform
 import shutil
 import tempfile
-from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import IO, Any
@@ -16,8 +15,8 @@ from rl_loop.sandbox.inside.confinement import NOBODY
 from rl_loop.sandbox.shell.host_image import write_host_archive
 from rl_loop.sandbox.shell.layers import ImageError, unpack_layer
 
-HOST_IMAGE = "host"
-"""Name of the image that consists of programs of this machine."""
+HOST_IMAGE, HOST_PYTHON_IMAGE = "host", "host-python"
+"""Names of the images that consist of programs of this machine, the second one with Python."""
 ARCHITECTURES = {"x86_64": "amd64", "aarch64": "arm64"}
 MAX_LAYERS = 120
 DIGEST_LENGTH = 32
@@ -70,7 +69,7 @@ class ImageStore:
         """Return an image, and unpack it if the store does not have it.
 
         Args:
-            source: "host" for programs of this machine; a directory with a root file system; a tar
+            source: "host" or "host-python" for programs of this machine; a directory with a root file system; a tar
                 archive of one; or a directory in the OCI layout, with ":TAG" if it has several
                 images.
 
@@ -78,9 +77,11 @@ class ImageStore:
             ImageError: if there is no such image, or if it cannot be used.
         """
         text = str(source)
-        if text == HOST_IMAGE:
-            with self._archive_of(write_host_archive) as archive:
-                return Image((self.add_layer(archive, HOST_IMAGE),))
+        if text in (HOST_IMAGE, HOST_PYTHON_IMAGE):
+            with self.temporary_file() as archive:
+                write_host_archive(archive, python=text == HOST_PYTHON_IMAGE)
+                archive.seek(0)
+                return Image((self.add_layer(archive, text),))
 
         path, _, tag = text.partition(":")
         folder = Path(path).expanduser().absolute()
@@ -94,7 +95,7 @@ class ImageStore:
                 return Image((self.add_layer(archive, text),))
         raise ImageError(
             f"image {text}: does not exist. Name a directory, a tar archive, a directory in the OCI "
-            f"layout, or {HOST_IMAGE!r}"
+            f"layout, {HOST_IMAGE!r} or {HOST_PYTHON_IMAGE!r}"
         )
 
     def add_layer(self, archive: IO[bytes], name: str) -> str:
@@ -135,13 +136,6 @@ class ImageStore:
     def temporary_file(self) -> IO[bytes]:
         """Return an unnamed file on the store's disk."""
         return tempfile.TemporaryFile(dir=self.folder)
-
-    @contextlib.contextmanager
-    def _archive_of(self, write: Any) -> Iterator[IO[bytes]]:
-        with self.temporary_file() as archive:
-            write(archive)
-            archive.seek(0)
-            yield archive
 
     def _use_directory(self, folder: Path) -> Image:
         """Return an image of a directory, which stays where it is."""

@@ -5,6 +5,8 @@ import logging
 import os
 import platform
 import socket
+import tempfile
+import time
 from collections.abc import Mapping
 from itertools import count
 from pathlib import Path
@@ -116,7 +118,7 @@ class ShellSandboxes:
     async def snapshot(self, sandbox: ShellSandbox) -> str:
         """Store the changed files of a sandbox as a layer, and return its name.
 
-        ``image.with_layer(name)`` opens sandboxes with these files. Equal files are one layer.
+        ``image.with_layer(name)`` opens sandboxes with these files.
         ``store.delete_layer(name)`` deletes it.
 
         Raises:
@@ -193,24 +195,35 @@ class ShellSandboxes:
         return [allowed[(first + index) % len(allowed)] for index in range(wanted)]
 
 
-async def check_shell_sandboxes(config: ShellSandboxConfig | None = None) -> None:
+async def check_shell_sandboxes(config: ShellSandboxConfig | None = None) -> float:
     """Run one command in a sandbox, because only that proves that this machine allows it.
+
+    Without a configuration, the image is stored in a temporary directory.
+
+    Returns:
+        Seconds that the start of the sandbox took.
 
     Raises:
         SandboxUnavailableError: if it fails, with the reason and a remedy.
+        ImageError: if the image store cannot be used.
     """
-    try:
-        async with ShellSandboxes(config) as sandboxes:
-            image = await sandboxes.load(HOST_IMAGE)
-            async with await sandboxes.open(image) as sandbox:
-                command = "id -u; ls /proc/1/fd 2>&1 | wc -l; touch /new && ls /new"
-                result = await sandbox.run(command, seconds=20.0)
-    except SandboxUnavailableError:
-        raise
-    except SandboxError as error:
-        raise SandboxUnavailableError("; ".join([str(error), *hints()])) from error
+    with tempfile.TemporaryDirectory(dir="/var/tmp") as folder:
+        config = config or ShellSandboxConfig(store=Path(folder))
+        try:
+            async with ShellSandboxes(config) as sandboxes:
+                image = await sandboxes.load(HOST_IMAGE)
+                began = time.monotonic()
+                async with await sandboxes.open(image) as sandbox:
+                    seconds = time.monotonic() - began
+                    command = "id -u; ls /proc/1/fd 2>&1 | wc -l; touch /new && ls /new"
+                    result = await sandbox.run(command, seconds=20.0)
+        except SandboxUnavailableError:
+            raise
+        except SandboxError as error:
+            raise SandboxUnavailableError("; ".join([str(error), *hints()])) from error
     expected = "0\n1\n/new\n"
     if result.output != expected:
         raise SandboxUnavailableError(
             f"a command in a shell sandbox should print {expected!r}, but printed {result.output!r}"
         )
+    return seconds

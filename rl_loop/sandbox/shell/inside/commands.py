@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from rl_loop.sandbox.inside.confinement import drop_capabilities
+from rl_loop.sandbox.inside.confinement import PR_SET_DUMPABLE, drop_capabilities, libc
 from rl_loop.sandbox.shell.inside.messages import SandboxSpec
 from rl_loop.sandbox.shell.inside.mounts import SandboxRoot
 
@@ -248,6 +248,9 @@ class Commands:
             return pid
         try:
             os.setsid()
+            # The files of this process in /proc belong to root otherwise. It still has capabilities,
+            # so commands cannot trace it.
+            libc.prctl(PR_SET_DUMPABLE, 1, 0, 0, 0)
             self._kill_first_when_memory_runs_out()
             moved = {
                 number: fcntl.fcntl(descriptor, fcntl.F_DUPFD, FIRST_FREE_DESCRIPTOR)

@@ -152,7 +152,7 @@ class ArchiveWriter:
             return
         if stat.S_ISDIR(info.st_mode):
             if depth > MAX_DEPTH:
-                self.skipped[path] = "too many nested directories"
+                self.skipped[f"/{path}"] = "too many nested directories"
                 return
             inner = os.open(name, FOLDER_FLAGS, dir_fd=folder)
             try:
@@ -161,9 +161,9 @@ class ArchiveWriter:
             finally:
                 os.close(inner)
         elif not stat.S_ISREG(info.st_mode):
-            self.skipped[path] = "not a regular file"
+            self.skipped[f"/{path}"] = "not a regular file"
         elif not self._budget.take(info.st_size):
-            self.skipped[path] = "above the limit of size or number"
+            self.skipped[f"/{path}"] = "above the limit of size or number"
         else:
             self._add_file(folder, name, path)
 

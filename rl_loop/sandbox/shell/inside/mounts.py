@@ -16,6 +16,7 @@ from rl_loop.sandbox.inside.confinement import (
     MS_NOEXEC,
     MS_NOSUID,
     MS_RDONLY,
+    PR_SET_DUMPABLE,
     PR_SET_NO_NEW_PRIVS,
     SeccompProgram,
     check,
@@ -178,7 +179,8 @@ def _set_limits(spec: SandboxSpec) -> None:
         **FIXED_LIMITS,
         resource.RLIMIT_SIGPENDING: 4096,
         resource.RLIMIT_AS: spec.address_space_bytes,
-        resource.RLIMIT_FSIZE: spec.disk_bytes,
+        # Programs should see a full disk before they reach this limit, which bounds sparse files.
+        resource.RLIMIT_FSIZE: spec.disk_bytes + (1 << 20),
         resource.RLIMIT_NPROC: spec.processes + SPARE_PROCESSES,
         resource.RLIMIT_NOFILE: 1024,
     }
@@ -193,8 +195,10 @@ def _drop_privileges(seccomp: bytes) -> None:
     """Keep two capabilities in this process, and let commands have none.
 
     The two let this process read files and memory maps of commands. Because commands have no
-    capability, they cannot trace this process.
+    capability, they cannot trace this process. As it is not dumpable, they cannot list its
+    descriptors either.
     """
+    libc.prctl(PR_SET_DUMPABLE, 0, 0, 0, 0)
     for capability in range(LAST_CAPABILITY + 1):
         libc.prctl(PR_CAPBSET_DROP, capability, 0, 0, 0)
     kept = 1 << CAP_DAC_OVERRIDE | 1 << CAP_SYS_PTRACE
