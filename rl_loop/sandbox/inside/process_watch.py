@@ -115,8 +115,9 @@ class ProcessWatch:
         """Kernel memory for mappings and descriptors at the last exact check."""
 
     def begin_call(self) -> None:
-        """Forget earlier kills, if one watch serves several calls."""
+        """Forget earlier processes and kills, if one watch serves several calls."""
         self._kills_before = self._count_kills()
+        self._counted_bytes = 0
 
     def memory_bytes(self) -> int:
         """Return the memory of all processes, exactly."""

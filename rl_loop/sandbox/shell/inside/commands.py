@@ -365,6 +365,7 @@ class Commands:
                 raise SandboxFailureError("killed processes did not end")
             time.sleep(0.001)
         self._reap(-1)
+        self._root.watch.begin_call()
 
     def count(self) -> int:
         """Return the number of processes, without process 1."""
