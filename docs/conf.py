@@ -61,7 +61,7 @@ NAVIGATION: dict[str, list[str]] = {
         "tinker",
         "certify",
     ],
-    "Operate": ["sandbox", "security"],
+    "Operate": ["sandbox", "shell", "security"],
     "Reference": ["reference/configuration", "reference/api", "reference/openai_api"],
     "Results": ["status", "performance", "performance/*"],
     "Design notes": ["architecture", "reliability", "design/*"],

@@ -80,7 +80,5 @@ class ShellLimits(BaseModel):
 
     def capped(self, **wanted: int) -> "ShellLimits":
         """Return limits that are lowered to the wanted values. Larger values have no effect."""
-        lower = {
-            name: min(value, getattr(self, name) or value) for name, value in wanted.items()
-        }
+        lower = {name: min(value, getattr(self, name) or value) for name, value in wanted.items()}
         return self.model_copy(update=lower)

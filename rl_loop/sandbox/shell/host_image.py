@@ -23,8 +23,28 @@ PROGRAMS = (
     "uniq", "wc", "which", "xargs", "yes",
 )  # fmt: skip
 """Programs that are copied if the machine has them. bash and sh are required."""
-FOLDERS = ("usr/bin", "usr/lib", "etc", "home", "root", "tmp", "var/tmp", "run", "dev", "proc", "mnt", "opt", "srv")
-LINKS = {"bin": "usr/bin", "sbin": "usr/bin", "usr/sbin": "bin", "lib": "usr/lib", "lib64": "usr/lib64"}
+FOLDERS = (
+    "usr/bin",
+    "usr/lib",
+    "etc",
+    "home",
+    "root",
+    "tmp",
+    "var/tmp",
+    "run",
+    "dev",
+    "proc",
+    "mnt",
+    "opt",
+    "srv",
+)
+LINKS = {
+    "bin": "usr/bin",
+    "sbin": "usr/bin",
+    "usr/sbin": "bin",
+    "lib": "usr/lib",
+    "lib64": "usr/lib64",
+}
 FILES = {
     "etc/passwd": "root:x:0:0:root:/root:/bin/bash\n",
     "etc/group": "root:x:0:\n",
@@ -33,7 +53,16 @@ FILES = {
 }
 LIBRARY = re.compile(r"(?:=> )?(/\S+) \(0x")
 PYTHON_PREFIX = "usr/local"
-SKIPPED_FOLDERS = {"test", "tests", "idlelib", "tkinter", "turtledemo", "site-packages", "dist-packages", "ensurepip"}
+SKIPPED_FOLDERS = {
+    "test",
+    "tests",
+    "idlelib",
+    "tkinter",
+    "turtledemo",
+    "site-packages",
+    "dist-packages",
+    "ensurepip",
+}
 """Folders of Python's library that are left out."""
 
 
@@ -61,7 +90,9 @@ def write_host_archive(target: IO[bytes], python: bool = False) -> None:
             links[f"usr/bin/{name}"] = program.name
     if python:
         files |= _python_files()
-        links[f"{PYTHON_PREFIX}/bin/python3"] = links[f"{PYTHON_PREFIX}/bin/python"] = _python_name()
+        links[f"{PYTHON_PREFIX}/bin/python3"] = links[f"{PYTHON_PREFIX}/bin/python"] = (
+            _python_name()
+        )
     for library in _libraries(path for path in files.values() if _may_have_libraries(path)):
         files[_library_place(library)] = library.resolve()
     _write(target, files, links)

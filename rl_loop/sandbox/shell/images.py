@@ -54,14 +54,14 @@ class ImageStore:
             self.folder.chmod(0o755)
         except OSError as error:
             raise ImageError(
-                f"shell_sandbox.store: {self.folder} cannot be used: {error.strerror}"
+                f"image store {self.folder}: cannot be used: {error.strerror}"
             ) from error
         with tempfile.TemporaryDirectory(dir=self.folder, prefix="check-") as check:
             try:
                 os.setxattr(check, "user.gptoss", b"y")
             except OSError as error:
                 raise ImageError(
-                    f"shell_sandbox.store: {self.folder} has no extended attributes "
+                    f"image store {self.folder}: no extended attributes "
                     f"({error.strerror}). Name a directory on the node's own disk, such as /var/tmp"
                 ) from error
 
@@ -107,7 +107,7 @@ class ImageStore:
             ImageError: if the archive is not readable.
         """
         start = archive.tell()
-        digest = hashlib.file_digest(archive, "sha256").hexdigest()[:DIGEST_LENGTH]
+        digest = _digest(archive)[:DIGEST_LENGTH]
         archive.seek(start)
         target = self.folder / digest
         if target.is_dir():
@@ -123,7 +123,7 @@ class ImageStore:
             if part.exists():
                 remove_tree(part)
         if not target.is_dir():
-            raise ImageError(f"shell_sandbox.store: {target} could not be created")
+            raise ImageError(f"image store {self.folder}: {target.name} could not be created")
         return digest
 
     def delete_layer(self, layer: str) -> None:
@@ -171,6 +171,13 @@ class ImageStore:
         entries = (entry.partition("=") for entry in config.get("Env") or ())
         environment = {name: value for name, _, value in entries}
         return Image(tuple(layers), environment, config.get("WorkingDir") or "/")
+
+
+def _digest(file: IO[bytes]) -> str:
+    digest = hashlib.sha256()
+    while data := file.read(1 << 20):
+        digest.update(data)
+    return digest.hexdigest()
 
 
 def _manifest(layout: Path, tag: str | None) -> dict[str, Any]:

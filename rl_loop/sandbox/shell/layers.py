@@ -63,7 +63,8 @@ class _Unpacker:
         self._top = os.open(target, FOLDER_FLAGS)
         self._own(self._top)
         # Members of a directory are next to each other.
-        self._folder, self._folder_parts = os.dup(self._top), ()
+        self._folder = os.dup(self._top)
+        self._folder_parts: tuple[str, ...] = ()
 
     def close(self) -> None:
         os.close(self._folder)

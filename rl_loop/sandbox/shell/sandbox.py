@@ -356,10 +356,14 @@ async def _wait_readable(descriptor: int, seconds: float) -> None:
     """Wait until a descriptor is readable. A process descriptor is when its process has ended."""
     loop = asyncio.get_running_loop()
     ready: asyncio.Future[None] = loop.create_future()
-    loop.add_reader(descriptor, lambda: ready.done() or ready.set_result(None))
+
+    def set_ready() -> None:
+        if not ready.done():
+            ready.set_result(None)
+
+    loop.add_reader(descriptor, set_ready)
     try:
         async with asyncio.timeout(seconds):
             await ready
     finally:
         loop.remove_reader(descriptor)
-

@@ -10,10 +10,13 @@ import pytest
 from rl_loop.sandbox import SandboxUnavailableError
 from rl_loop.sandbox.seccomp import (
     ARGUMENT_RULES,
-    DENIED_SYSCALLS,
-    IGNORED_SYSCALLS,
-    MISSING_SYSCALLS,
     NEWEST_SYSCALL,
+    PYTHON_POLICY,
+    SHELL_ARGUMENT_RULES,
+    SHELL_CALLS,
+    SHELL_POLICY,
+    ArgumentRule,
+    SyscallPolicy,
     seccomp_filter,
 )
 
@@ -48,13 +51,16 @@ def run_filter(program: bytes, architecture: int, number: int, *arguments: int) 
 
 
 @pytest.mark.parametrize(("machine", "column"), [("x86_64", 0), ("aarch64", 1)])
-def test_only_listed_system_calls_are_denied(machine: str, column: int) -> None:
-    program = seccomp_filter(machine)
-    denied = {numbers[column] for numbers in DENIED_SYSCALLS.values()} - {None}
-    ignored = {numbers[column] for numbers in IGNORED_SYSCALLS.values()}
-    missing = {numbers[column] for numbers in MISSING_SYSCALLS.values()} - {None}
+@pytest.mark.parametrize("policy", [PYTHON_POLICY, SHELL_POLICY], ids=["python", "shell"])
+def test_only_listed_system_calls_are_denied(
+    policy: SyscallPolicy, machine: str, column: int
+) -> None:
+    program = seccomp_filter(machine, policy)
+    denied = {numbers[column] for numbers in policy.denied.values()} - {None}
+    ignored = {numbers[column] for numbers in policy.ignored.values()}
+    missing = {numbers[column] for numbers in policy.missing.values()} - {None}
     missing |= set(range(NEWEST_SYSCALL + 1, 500))
-    judged = {rule.numbers[column] for rule in ARGUMENT_RULES.values()}
+    judged = {rule.numbers[column] for rule in policy.rules.values()}
     assert len(denied | ignored | missing) == len(denied) + len(ignored) + len(missing)
     assert not (denied | ignored | missing) & judged
     for number in range(500):
@@ -72,10 +78,17 @@ def test_only_listed_system_calls_are_denied(machine: str, column: int) -> None:
 
 
 @pytest.mark.parametrize(("machine", "column"), [("x86_64", 0), ("aarch64", 1)])
-@pytest.mark.parametrize("name", ARGUMENT_RULES)
-def test_argument_rules_deny_only_the_named_values(name: str, machine: str, column: int) -> None:
-    rule = ARGUMENT_RULES[name]
-    program = seccomp_filter(machine)
+@pytest.mark.parametrize(
+    ("policy", "rule"),
+    [
+        *(pytest.param(PYTHON_POLICY, rule, id=name) for name, rule in ARGUMENT_RULES.items()),
+        *(pytest.param(SHELL_POLICY, r, id=f"shell: {n}") for n, r in SHELL_ARGUMENT_RULES.items()),
+    ],
+)
+def test_argument_rules_deny_only_the_named_values(
+    policy: SyscallPolicy, rule: ArgumentRule, machine: str, column: int
+) -> None:
+    program = seccomp_filter(machine, policy)
     for value in range(0, 2048):
         hit = any(
             value & wanted == wanted if rule.bits else value == wanted for wanted in rule.values
@@ -85,6 +98,12 @@ def test_argument_rules_deny_only_the_named_values(name: str, machine: str, colu
         assert run_filter(program, AUDIT[machine], rule.numbers[column], *arguments) == expected, (
             value
         )
+
+
+def test_shell_calls_are_the_difference_of_the_policies() -> None:
+    assert set(PYTHON_POLICY.denied) - set(SHELL_POLICY.denied) == SHELL_CALLS
+    assert {"setsid", "ptrace", "flock"} <= SHELL_CALLS
+    assert {"mount", "unshare", "bpf", "memfd_create"} <= set(SHELL_POLICY.denied)
 
 
 def test_only_shared_anonymous_and_huge_mappings_are_denied() -> None:

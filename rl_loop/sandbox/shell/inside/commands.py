@@ -8,13 +8,14 @@ import select
 import signal
 import socket
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from rl_loop.sandbox.inside.confinement import PR_SET_DUMPABLE, drop_capabilities, libc
 from rl_loop.sandbox.shell.inside.messages import SandboxSpec
 from rl_loop.sandbox.shell.inside.mounts import SandboxRoot
+from rl_loop.sandbox.shell.inside.outcomes import CommandOutcome, OutputBuffer
 
 BASH = "/bin/bash"
 DEFAULT_ENVIRONMENT = {
@@ -29,7 +30,7 @@ DEFAULT_ENVIRONMENT = {
 SHELL_LOOP = (
     "while IFS= read -r -d '' -u 8 __command; do "
     'eval "$__command" </dev/null 8<&- 9>&-; __status=$?; '
-    "printf '%s\\0%s\\0' \"$__status\" \"$PWD\" >&9; done"
+    'printf \'%s\\0%s\\0\' "$__status" "$PWD" >&9; done'
 )
 """Program of the persistent bash. It reads commands from descriptor 8, and writes the exit status
 and the working directory of each to descriptor 9."""
@@ -47,57 +48,6 @@ SIGKILL_EXIT = -int(signal.SIGKILL)
 
 class SandboxFailureError(Exception):
     """Failure of the sandbox that commands did not cause."""
-
-
-@dataclass
-class CommandOutcome:
-    """Result of a command. The kept output is separate."""
-
-    exit_code: int
-    """0 to 255, or minus the number of the signal that killed the process."""
-    killed_for: str | None
-    """Limit that ended all processes: "time", "memory", "locks", "output" or "processes"."""
-    seconds: float
-    cut_bytes: int
-    """Bytes of output that were left out between the head and the tail."""
-    shell_ended: bool
-    """True if the persistent bash ended."""
-    new_shell: bool
-    """True if a new persistent bash ran the command."""
-    working_directory: str
-    processes: int
-    """Processes that still run, without process 1."""
-    ended_before: str | None
-    """Limit that ended the background processes since the previous command."""
-
-    def to_fields(self) -> dict[str, Any]:
-        return asdict(self)
-
-
-class OutputBuffer:
-    """Keeps the first and the last half of a limit of bytes."""
-
-    def __init__(self, limit: int) -> None:
-        self._half = max(1, limit // 2)
-        self._head, self._tail = bytearray(), bytearray()
-        self.total = 0
-
-    def add(self, data: bytes) -> None:
-        self.total += len(data)
-        room = self._half - len(self._head)
-        self._head += data[:room] if room > 0 else b""
-        self._tail += data[max(0, room) :]
-        if len(self._tail) > 4 * self._half:
-            del self._tail[: -self._half]
-
-    @property
-    def cut_bytes(self) -> int:
-        return max(0, self.total - len(self._head) - self._half)
-
-    def contents(self) -> bytes:
-        """Return the kept output, with a line about the bytes that were left out."""
-        mark = f"\n[... {self.cut_bytes} bytes left out ...]\n".encode() if self.cut_bytes else b""
-        return bytes(self._head) + mark + bytes(self._tail[-self._half :])
 
 
 @dataclass
@@ -169,9 +119,9 @@ class Commands:
                 outcome, output = self._run_alone(request)
         except BlockingIOError as error:  # EAGAIN of fork
             raise SandboxFailureError(f"the machine has no process left: {error}") from error
-        if outcome.exit_code == SIGKILL_EXIT and outcome.killed_for is None:
-            if self._root.watch.killed_by_machine():
-                raise SandboxFailureError("machine out of memory")
+        was_killed = outcome.exit_code == SIGKILL_EXIT and outcome.killed_for is None
+        if was_killed and self._root.watch.killed_by_machine():
+            raise SandboxFailureError("machine out of memory")
         self._ended_before = None
         return outcome, output
 
@@ -237,7 +187,7 @@ class Commands:
 
     def _spawn(
         self,
-        argv: Sequence[str],
+        argv: list[str],
         folder: str,
         environment: Mapping[str, str],
         descriptors: Mapping[int, int],

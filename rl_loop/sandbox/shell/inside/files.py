@@ -4,6 +4,7 @@ Files out are read below the directory of changed files, without following links
 processes are stopped. Therefore, commands cannot redirect or change a file that is read.
 """
 
+import contextlib
 import errno
 import io
 import os
@@ -12,6 +13,7 @@ import tarfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import PurePosixPath
+from typing import Any
 
 WHITEOUT_PREFIX = ".wh."
 OPAQUE_NAME = ".wh..wh..opq"
@@ -60,10 +62,8 @@ def _write_member(archive: tarfile.TarFile, member: tarfile.TarInfo, path: str) 
         return
     os.makedirs(os.path.dirname(path), exist_ok=True)
     # Never open an existing file, which may be a pipe.
-    try:
+    with contextlib.suppress(FileNotFoundError):
         os.unlink(path)
-    except FileNotFoundError:
-        pass
     content = archive.extractfile(member)
     assert content is not None
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
@@ -104,8 +104,9 @@ class ArchiveWriter:
         """
         self._upper = upper
         self._budget = _Budget(max_bytes, max_files)
-        self._archive = tarfile.open(
-            fileobj=_Sink(send), mode="w|", format=tarfile.PAX_FORMAT, bufsize=1 << 16
+        sink: Any = _Sink(send)
+        self._archive = tarfile.open(  # noqa: SIM115  (``close`` closes it)
+            fileobj=sink, mode="w|", format=tarfile.PAX_FORMAT, bufsize=1 << 16
         )
         self._links: dict[int, str] = {}
         """First name of each file with several names, by inode."""

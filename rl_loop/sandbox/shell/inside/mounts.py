@@ -36,7 +36,14 @@ CAP_DAC_OVERRIDE, CAP_SYS_PTRACE, LAST_CAPABILITY = 1, 19, 63
 PIVOT_ROOT = {"x86_64": 155, "aarch64": 41}
 SIOCSIFFLAGS, IFF_UP_RUNNING = 0x8914, 0x49
 
-DEVICES = {"null": "null", "zero": "full", "full": "full", "random": "random", "urandom": "urandom", "tty": "tty"}
+DEVICES = {
+    "null": "null",
+    "zero": "full",
+    "full": "full",
+    "random": "random",
+    "urandom": "urandom",
+    "tty": "tty",
+}
 """{device inside: device of the host}. A shared mapping of /dev/zero would be memory that no limit
 counts, so /dev/zero is /dev/full, which also reads as zeros."""
 DEVICE_LINKS = {

@@ -47,9 +47,7 @@ def become_ordinary_user() -> None:
     check(libc.prctl(PR_SET_DUMPABLE, 1, 0, 0, 0), "prctl(PR_SET_DUMPABLE)")
 
 
-def start_sandbox(
-    channel: socket.socket, owner: int, control: socket.socket, clone: int
-) -> None:
+def start_sandbox(channel: socket.socket, owner: int, control: socket.socket, clone: int) -> None:
     """Start process 1 of a sandbox, and send its process descriptor to the host."""
     pid = libc.syscall(clone, NAMESPACES | signal.SIGCHLD, 0, 0, 0, 0)
     if pid == 0:

@@ -99,7 +99,9 @@ def test_files_are_put_and_taken(shells: Shells) -> None:
         files = {"/app/run.sh": SandboxFile(b"#!/bin/sh\necho ran\n", 0o755), "/app/ä/x": b"data"}
         shell.wait_for(shell.sandbox.put(files))
         assert shell.output("/app/run.sh; cat /app/ä/x") == "ran\ndata"
-        shell.run("cd /app; echo more >> run.sh; ln -s run.sh link; mkfifo pipe; mkdir d; echo y > d/y")
+        shell.run(
+            "cd /app; echo more >> run.sh; ln -s run.sh link; mkfifo pipe; mkdir d; echo y > d/y"
+        )
         taken = shell.wait_for(shell.sandbox.take(["/app", "/etc/passwd", "/missing", "/../x"]))
     # Files of the image that did not change are not taken.
     assert sorted(taken.files) == ["/app/d/y", "/app/run.sh", "/app/ä/x"]
@@ -113,7 +115,9 @@ def test_files_are_put_and_taken(shells: Shells) -> None:
 
 def test_taken_files_never_leave_the_changed_files(shells: Shells) -> None:
     with shells.open() as shell:
-        shell.run("mkdir /a; ln -s /etc /a/etc; ln -s /proc/1 /p; mkdir /big; truncate -s 900M /big/x")
+        shell.run(
+            "mkdir /a; ln -s /etc /a/etc; ln -s /proc/1 /p; mkdir /big; truncate -s 900M /big/x"
+        )
         taken = shell.wait_for(shell.sandbox.take(["/a/etc/passwd", "/p/environ", "/big"]))
     assert taken.files == {}
     assert taken.skipped == {
@@ -147,9 +151,7 @@ def test_fork_has_the_files_of_the_snapshot(shells: Shells) -> None:
         layer = shell.wait_for(shells.pool.snapshot(shell.sandbox))
         shell.run("echo later > /w/a/x")
         image = shells.image.with_layer(layer)
-    look = (
-        "cat /w/soft /w/hard; stat -c '%a %h' /w/a/x; ls /etc/group 2>&1; ls /home; ls /w; wc -c /etc/hosts"
-    )
+    look = "cat /w/soft /w/hard; stat -c '%a %h' /w/a/x; ls /etc/group 2>&1; ls /home; ls /w; wc -c /etc/hosts"
     with shells.open(image) as one, shells.open(image) as other:
         one.run("echo changed > /w/a/x")
         assert other.output(look) == (
@@ -170,13 +172,16 @@ def test_snapshot_continues_the_processes(shells: Shells) -> None:
         layer = shell.wait_for(shells.pool.snapshot(shell.sandbox))
         shells.pool.store.delete_layer(layer)
         shell.run("wc -l < /tick > /before; sleep 0.5")
-        assert shell.output("[ $(wc -l < /tick) -gt $(cat /before) ] && echo continues") == "continues\n"
+        assert (
+            shell.output("[ $(wc -l < /tick) -gt $(cat /before) ] && echo continues")
+            == "continues\n"
+        )
 
 
 def test_hostile_trees_are_refused_and_no_failure(shells: Shells) -> None:
     with shells.open(disk_bytes=8 << 20) as shell:
         code = "import os\nfor _ in range(900): os.mkdir('d'); os.chdir('d')"
-        shell.output(f"mkdir /deep; cd /deep; python3 -c \"{code}\"")
+        shell.output(f'mkdir /deep; cd /deep; python3 -c "{code}"')
         with pytest.raises(SandboxRefusalError, match="more than 200 nested directories"):
             shell.wait_for(shells.pool.snapshot(shell.sandbox))
     with shells.open(disk_bytes=8 << 20) as shell:
@@ -196,7 +201,13 @@ def test_names_of_whiteouts_do_not_delete_files(shells: Shells) -> None:
 
 
 @pytest.mark.parametrize(
-    "command", ["rm -rf / --no-preserve-root", "chmod 000 /", "rm /usr/bin/bash", "echo x > /b; chmod +x /b; mv /b /usr/bin/bash"]
+    "command",
+    [
+        "rm -rf / --no-preserve-root",
+        "chmod 000 /",
+        "rm /usr/bin/bash",
+        "echo x > /b; chmod +x /b; mv /b /usr/bin/bash",
+    ],
 )
 def test_destroyed_root_is_a_failing_command(command: str, shells: Shells) -> None:
     with shells.open() as shell:

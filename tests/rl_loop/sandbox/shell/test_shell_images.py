@@ -35,7 +35,9 @@ def file(name: str, contents: bytes = b"x", **attributes: Any) -> tuple[str, dic
     return name, attributes, contents
 
 
-def link(name: str, target: str, kind: bytes = tarfile.SYMTYPE) -> tuple[str, dict[str, Any], bytes]:
+def link(
+    name: str, target: str, kind: bytes = tarfile.SYMTYPE
+) -> tuple[str, dict[str, Any], bytes]:
     return name, {"type": kind, "linkname": target}, b""
 
 
@@ -171,5 +173,5 @@ def test_directory_of_another_user_names_the_remedy(store: ImageStore, tmp_path:
 
 def test_store_without_attributes_is_named() -> None:
     # /proc has neither directories to create nor attributes.
-    with pytest.raises(ImageError, match=r"shell_sandbox\.store: /proc/store cannot be used"):
+    with pytest.raises(ImageError, match=r"image store /proc/store: cannot be used"):
         ImageStore(Path("/proc/store"))

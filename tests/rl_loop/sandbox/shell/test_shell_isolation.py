@@ -113,7 +113,7 @@ def test_lost_fork_server_is_replaced(shells: Shells) -> None:
 
 
 def test_missing_layer_is_a_failure_of_the_start(shells: Shells) -> None:
-    with pytest.raises(SandboxError, match="did not start: .*No such file") as error:
+    with pytest.raises(SandboxError, match=r"did not start: .*No such file") as error:
         shells.open(shells.image.with_layer("f" * 32))
     assert error.value.failure_source == "no sandbox"
 
@@ -162,7 +162,10 @@ HOLES = {
         "trace of process 1",
     ),
     "process 1 is dumpable": (
-        "inside/mounts.py", "libc.prctl(PR_SET_DUMPABLE, 0, 0, 0, 0)", "pass", "descriptors of process 1"
+        "inside/mounts.py",
+        "libc.prctl(PR_SET_DUMPABLE, 0, 0, 0, 0)",
+        "pass",
+        "descriptors of process 1",
     ),
     "network of the host": (
         "inside/server.py",
@@ -176,11 +179,31 @@ HOLES = {
         "MS_REMOUNT |",
         "lower oom score",
     ),
-    "command line shown": ("inside/process_one.py", "        hide_command_line()\n", "", "command line of process 1"),
-    "real /dev/zero": ("inside/mounts.py", '"zero": "full"', '"zero": "zero"', "shared memory of /dev/zero"),
-    "interrupts end process 1": ("inside/process_one.py", "signal.SIGINT, signal.SIG_DFL", "signal.SIGINT, signal.default_int_handler", "kill of process 1"),
-    "no limit of memory": ("inside/commands.py", "return self._root.watch.check() if check else None", "return None", "memory of mappings"),
-}  # fmt: skip
+    "command line shown": (
+        "inside/process_one.py",
+        "        hide_command_line()\n",
+        "",
+        "command line of process 1",
+    ),
+    "real /dev/zero": (
+        "inside/mounts.py",
+        '"zero": "full"',
+        '"zero": "zero"',
+        "shared memory of /dev/zero",
+    ),
+    "interrupts end process 1": (
+        "inside/process_one.py",
+        "signal.SIGINT, signal.SIG_DFL",
+        "signal.SIGINT, signal.default_int_handler",
+        "kill of process 1",
+    ),
+    "no limit of memory": (
+        "inside/commands.py",
+        "return self._root.watch.check() if check else None",
+        "return None",
+        "memory of mappings",
+    ),
+}
 
 
 @pytest.mark.parametrize("hole", HOLES)
@@ -236,7 +259,15 @@ def test_attacks_find_a_missing_filter(attack: str, image_store: Path) -> None:
 def run_as_ordinary_user(*selected: str) -> None:
     with tempfile.TemporaryDirectory() as folder:
         Path(folder).chmod(0o777)
-        options = ["-q", "-x", "-p", "no:cacheprovider", "-p", "no:xdist", f"--basetemp={folder}/run"]
+        options = [
+            "-q",
+            "-x",
+            "-p",
+            "no:cacheprovider",
+            "-p",
+            "no:xdist",
+            f"--basetemp={folder}/run",
+        ]
         result = subprocess.run(
             [*as_ordinary_user(), sys.executable, "-m", "pytest", *options, *selected],
             capture_output=True,
