@@ -23,7 +23,7 @@ START_SECONDS = 60.0
 GRACE_SECONDS = 40.0
 """Additional time, in seconds, before a sandbox counts as hung."""
 FILES_SECONDS = 300.0
-TAKE_BYTES = 64 << 20
+TAKE_BYTES = 16 << 20
 TAKE_FILES = 10_000
 MAX_ANSWER_BYTES = 1 << 28
 
@@ -249,15 +249,22 @@ class ShellSandbox:
         if self._closed:
             return
         self._closed = True
-        self._control.close()
-        if self._process >= 0:
-            with contextlib.suppress(ProcessLookupError):
-                signal.pidfd_send_signal(self._process, signal.SIGKILL)
-            await _wait_readable(self._process, GRACE_SECONDS)
-            os.close(self._process)
-        if self._cgroup is not None:
-            self._cgroup.remove()
-        self._on_close()
+        try:
+            # A call of another task ends with an error.
+            with contextlib.suppress(OSError):
+                self._control.shutdown(socket.SHUT_RDWR)
+            if self._process >= 0:
+                with contextlib.suppress(ProcessLookupError):
+                    signal.pidfd_send_signal(self._process, signal.SIGKILL)
+                with contextlib.suppress(TimeoutError):
+                    await _wait_readable(self._process, GRACE_SECONDS)
+        finally:
+            self._control.close()
+            if self._process >= 0:
+                os.close(self._process)
+            if self._cgroup is not None:
+                self._cgroup.remove()
+            self._on_close()
 
     async def __aenter__(self) -> "ShellSandbox":
         return self

@@ -82,7 +82,7 @@ def test_processes_of_a_busy_base_move_into_a_child(
     monkeypatch.setattr(cgroup, "_write", write)
     assert cgroup._enable_controllers(scope)
     assert moved == ["11", "12"]
-    assert enabled == ["+memory", "+cpu"]
+    assert enabled == ["+memory", "+cpu", "+pids"]
 
 
 def test_server_joins_its_cgroup_before_bubblewrap_starts(tmp_path: Path) -> None:
@@ -106,6 +106,25 @@ def test_memory_limit_of_a_call_adds_to_the_servers_memory(tmp_path: Path) -> No
     made.limit_calls(5000)
     assert (made.path / "memory.max").read_text() == "6000"
     assert (made.path / "memory.swap.max").read_text() == "0"
+
+
+def test_shell_sandbox_is_limited_before_it_joins(tmp_path: Path) -> None:
+    made = cgroup.SandboxCgroup.__new__(cgroup.SandboxCgroup)
+    made.path = make_cgroup(tmp_path / "sandbox")
+    made.memory_events = os.open(made.path / "memory.events", os.O_RDONLY)
+    for name in ("memory.swap.max", "pids.max"):
+        (made.path / name).write_text("max\n")
+    made.admit(process=77, memory_bytes=1 << 30, processes=64)
+    assert (made.path / "memory.max").read_text() == str((1 << 30) + (64 << 20))
+    assert (made.path / "memory.swap.max").read_text() == "0"
+    assert (made.path / "pids.max").read_text() == "80"
+    assert (made.path / "cgroup.procs").read_text() == "77"
+
+    assert not made.killed_by_limit()
+    (made.path / "memory.events").write_text("low 0\nhigh 0\nmax 5\noom 1\noom_kill 2\n")
+    # Each kill counts once.
+    assert [made.killed_by_limit(), made.killed_by_limit()] == [True, False]
+    os.close(made.memory_events)
 
 
 def test_only_cgroups_of_dead_owners_are_removed(tmp_path: Path) -> None:

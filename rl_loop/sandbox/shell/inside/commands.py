@@ -10,6 +10,7 @@ import socket
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 from rl_loop.sandbox.inside.confinement import PR_SET_DUMPABLE, drop_capabilities, libc
@@ -36,13 +37,15 @@ SHELL_LOOP = (
 and the working directory of each to descriptor 9."""
 
 CHECK_SECONDS = 0.1
+WRITE_SECONDS = 10.0
+"""Time for writing a command to the persistent bash, in addition to the time of the command."""
 IDLE_CHECK_SECONDS = 2.0
 """Time between two checks if no process but the persistent bash exists."""
 END_SECONDS = 20.0
 """Time until all killed processes must have ended."""
 DRAIN_BYTES = 1 << 20
 """Output that is read after the end of a command. Its background processes may go on printing."""
-FIRST_FREE_DESCRIPTOR = 300
+FIRST_FREE_DESCRIPTOR, MAX_DESCRIPTORS = 300, 1024
 SIGKILL_EXIT = -int(signal.SIGKILL)
 
 
@@ -139,7 +142,7 @@ class Commands:
         finally:
             os.close(output_write)
         try:
-            return self._wait(request, pid, output, None, new_shell=False)
+            return _Wait(self, request, pid, output, None, new_shell=False).run()
         finally:
             os.close(output)
 
@@ -147,11 +150,20 @@ class Commands:
         new_shell = self._shell is None
         shell = self._shell or self._start_shell(request)
         command = request["command"].replace("\0", "").encode("utf-8", "replace")
-        # A bash that stopped reading would block this process.
-        with contextlib.suppress(OSError):
-            _write_all(shell.commands, command + b"\0", deadline=time.monotonic() + 1)
-        outcome, output = self._wait(request, shell.pid, shell.output, shell.status, new_shell)
-        return outcome, output
+        self._write_command(shell.commands, command + b"\0", float(request["seconds"]))
+        return _Wait(self, request, shell.pid, shell.output, shell.status, new_shell).run()
+
+    def _write_command(self, pipe: int, data: bytes, seconds: float) -> None:
+        """Write a command until bash has read it. Bash may have ended, or read no more."""
+        began, seconds = time.monotonic(), min(seconds, WRITE_SECONDS)
+        poll = select.poll()
+        poll.register(pipe, select.POLLOUT)
+        with contextlib.suppress(BrokenPipeError):
+            while data:
+                if poll.poll(1000 * CHECK_SECONDS):
+                    data = data[os.write(pipe, data) :]
+                elif self.limit_reached(began, seconds, 0, check=True) is not None:
+                    return  # the wait for the command ends it
 
     def _start_shell(self, request: Mapping[str, Any]) -> _PersistentShell:
         (commands_read, commands), (status, status_write), (output, output_write) = (
@@ -208,7 +220,10 @@ class Commands:
             }
             for number, descriptor in moved.items():
                 os.dup2(descriptor, number)
-            os.closerange(max(descriptors) + 1, 1024)
+            # All others, also between these: commands must not get the control socket.
+            for before, number in pairwise([-1, *sorted(descriptors), MAX_DESCRIPTORS]):
+                if before + 1 < number:  # an empty range would close everything
+                    os.closerange(before + 1, number)
             for name in (signal.SIGPIPE, signal.SIGCHLD, signal.SIGINT, signal.SIGXFSZ):
                 signal.signal(name, signal.SIG_DFL)
             limit = self._spec.processes
@@ -230,18 +245,6 @@ class Commands:
         os.close(score)
 
     # ---- waiting
-
-    def _wait(
-        self,
-        request: Mapping[str, Any],
-        pid: int,
-        output: int,
-        status: int | None,
-        new_shell: bool,
-    ) -> tuple[CommandOutcome, bytes]:
-        """Collect output until the command ends, or end everything at a limit."""
-        wait = _Wait(self, request, pid, output, status, new_shell)
-        return wait.run()
 
     def limit_reached(self, began: float, seconds: float, printed: int, check: bool) -> str | None:
         """Return the limit that the running command exceeds."""
@@ -433,13 +436,3 @@ class _Wait:
             if not data:
                 return
             self._buffer.add(data)
-
-
-def _write_all(descriptor: int, data: bytes, deadline: float) -> None:
-    """Write to a pipe that does not block. Raises TimeoutError if nobody reads."""
-    poll = select.poll()
-    poll.register(descriptor, select.POLLOUT)
-    while data:
-        if not poll.poll(max(0, 1000 * (deadline - time.monotonic()))):
-            raise TimeoutError
-        data = data[os.write(descriptor, data) :]

@@ -189,6 +189,7 @@ def _set_limits(spec: SandboxSpec) -> None:
         # Programs should see a full disk before they reach this limit, which bounds sparse files.
         resource.RLIMIT_FSIZE: spec.disk_bytes + (1 << 20),
         resource.RLIMIT_NPROC: spec.processes + SPARE_PROCESSES,
+        # MAX_DESCRIPTORS of ``commands``.
         resource.RLIMIT_NOFILE: 1024,
     }
     for limit, value in limits.items():

@@ -100,5 +100,6 @@ def main() -> None:
         message, descriptors, _, _ = socket.recv_fds(channel, 16, 1)
         if not message or not descriptors:
             return
+        os.set_inheritable(descriptors[0], False)
         with socket.socket(fileno=descriptors[0]) as control:
             start_sandbox(channel, owner, control, clone)

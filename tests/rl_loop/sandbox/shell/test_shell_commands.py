@@ -146,7 +146,8 @@ def test_fork_has_the_files_of_the_snapshot(shells: Shells) -> None:
     with shells.open() as shell:
         shell.run(
             "mkdir -p /w/a; echo one > /w/a/x; ln /w/a/x /w/hard; ln -s a/x /w/soft; chmod 700 /w/a/x;"
-            "rm /etc/group; rm -r /home; mkdir /home; echo new > /home/file; mkfifo /w/pipe"
+            "rm /etc/group; rm -r /home; mkdir /home; echo new > /home/file; mkfifo /w/pipe;"
+            "echo raw > $'/w/\\xff'"
         )
         layer = shell.wait_for(shells.pool.snapshot(shell.sandbox))
         shell.run("echo later > /w/a/x")
@@ -154,9 +155,10 @@ def test_fork_has_the_files_of_the_snapshot(shells: Shells) -> None:
     look = "cat /w/soft /w/hard; stat -c '%a %h' /w/a/x; ls /etc/group 2>&1; ls /home; ls /w; wc -c /etc/hosts"
     with shells.open(image) as one, shells.open(image) as other:
         one.run("echo changed > /w/a/x")
+        assert one.output("cat /w/$'\\xff'") == "raw\n"
         assert other.output(look) == (
             "one\none\n700 2\nls: cannot access '/etc/group': No such file or directory\n"
-            "file\na\nhard\nsoft\n42 /etc/hosts\n"
+            "file\na\nhard\nsoft\n\ufffd\n42 /etc/hosts\n"
         )
         # Forks of forks.
         layer2 = shell.wait_for(shells.pool.snapshot(one.sandbox))
@@ -231,6 +233,18 @@ def test_image_sets_environment_and_directory(shells: Shells) -> None:
     result = shells.wait_for(sandbox.run("echo $COLOR $SIZE $PWD", environment={"SIZE": "5"}))
     shells.wait_for(sandbox.close())
     assert result.output == "red 5 /etc\n"
+
+
+def test_close_ends_a_running_call_of_another_task(shells: Shells) -> None:
+    async def close() -> None:
+        sandbox = await shells.pool.open(shells.image)
+        running = asyncio.create_task(sandbox.run("sleep 600"))
+        await asyncio.sleep(0.2)
+        await sandbox.close()
+        with pytest.raises(SandboxError, match="exited"):
+            await running
+
+    shells.wait_for(close())
 
 
 def test_cancelled_command_closes_its_sandbox(shells: Shells) -> None:

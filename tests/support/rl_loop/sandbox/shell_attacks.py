@@ -373,7 +373,17 @@ ATTACKS = {
     "messages of the kernel": Attack(
         "head -c 1 /proc/kmsg && echo GOT; head -c 1 /dev/kmsg && echo GOT; echo end", "end", "GOT"
     ),
+    "open descriptors": Attack("ls /proc/self/fd | tr '\\n' ' '", "^0 1 2 3 $"),
     # ---- the persistent shell
+    "open descriptors of the shell": Attack(
+        "ls /proc/self/fd | tr '\\n' ' '", "^0 1 2 3 $", persistent=True
+    ),
+    "control socket of the shell": Attack(
+        "for fd in $(seq 0 1100); do readlink /proc/$$/fd/$fd; done | grep -v pipe; echo end",
+        "end",
+        "socket|anon|proc|dir|upper",
+        persistent=True,
+    ),
     "shell exits": Attack("exit 7", persistent=True),
     "shell with an open quote": Attack("echo 'abc", persistent=True),
     "shell reads its input": Attack("cat; read x; echo done", "done", persistent=True),
