@@ -11,7 +11,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 ROOMS = ("kernels", "megatron_gptoss", "converters", "rl_loop", "launch")
-SYNCING = {"fsync", "sync_directory", "sync_names", "write_atomically", "atomic_file"}
+SYNCING = {"fsync", "syncfs", "sync_directory", "sync_names", "write_atomically", "atomic_file"}
 NOT_NEEDED = {
     "kernels/gptoss_kernels/mxfp4/cpu.py:_build": "a library that is cut short does not load",
     "converters/hf_shards.py:finish": "in a directory that is synced before it gets its name",

@@ -82,7 +82,7 @@ async def measure_fork(pool: ShellSandboxes, image: Image, rounds: int) -> dict[
         milliseconds, fork = await timed(pool.open(image.with_layer(layer)))
         starts.append(milliseconds)
         await fork.close()
-    pool.store.delete_layer(layer)
+    pool.store.delete_snapshot(layer)
     return {"snapshot_ms": round(snapshot_ms, 1), "fork_ms": round(median(starts), 2)}
 
 

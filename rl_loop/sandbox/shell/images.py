@@ -7,11 +7,12 @@ import os
 import platform
 import shutil
 import tempfile
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import IO, Any
 
-from rl_loop.sandbox.inside.confinement import NOBODY
+from rl_loop.sandbox.inside.confinement import NOBODY, check, libc
 from rl_loop.sandbox.shell.host_image import write_host_archive
 from rl_loop.sandbox.shell.layers import ImageError, unpack_layer
 
@@ -20,6 +21,7 @@ HOST_IMAGE, HOST_PYTHON_IMAGE = "host", "host-python"
 ARCHITECTURES = {"x86_64": "amd64", "aarch64": "arm64"}
 MAX_LAYERS = 120
 DIGEST_LENGTH = 32
+SNAPSHOT_PREFIX = "snapshot-"
 
 
 @dataclass(frozen=True)
@@ -56,9 +58,9 @@ class ImageStore:
             raise ImageError(
                 f"image store {self.folder}: cannot be used: {error.strerror}"
             ) from error
-        with tempfile.TemporaryDirectory(dir=self.folder, prefix="check-") as check:
+        with tempfile.TemporaryDirectory(dir=self.folder, prefix="check-") as probe:
             try:
-                os.setxattr(check, "user.gptoss", b"y")
+                os.setxattr(probe, "user.gptoss", b"y")
             except OSError as error:
                 raise ImageError(
                     f"image store {self.folder}: no extended attributes "
@@ -116,6 +118,9 @@ class ImageStore:
         try:
             part.chmod(0o755)
             unpack_layer(archive, part, self.owner, name)
+            # After a power failure, the name must not belong to truncated files.
+            with self._opened() as store:
+                check(libc.syncfs(store), f"syncfs {self.folder}")
             # Another process may have been faster.
             with contextlib.suppress(OSError):
                 part.rename(target)
@@ -126,12 +131,31 @@ class ImageStore:
             raise ImageError(f"image store {self.folder}: {target.name} could not be created")
         return digest
 
-    def delete_layer(self, layer: str) -> None:
-        """Delete a layer. Sandboxes that use it fail."""
-        if len(layer) != DIGEST_LENGTH or "/" in layer:
-            raise ValueError(f"{layer!r} is not a layer of the store")
+    def add_snapshot(self, archive: IO[bytes]) -> str:
+        """Unpack a tar archive as a temporary layer, and return its name."""
+        layer = Path(tempfile.mkdtemp(dir=self.folder, prefix=SNAPSHOT_PREFIX))
+        try:
+            layer.chmod(0o755)
+            unpack_layer(archive, layer, self.owner, "snapshot")
+        except BaseException:
+            remove_tree(layer)
+            raise
+        return layer.name
+
+    def delete_snapshot(self, layer: str) -> None:
+        """Delete a snapshot. Sandboxes that use it fail."""
+        if not layer.startswith(SNAPSHOT_PREFIX) or "/" in layer:
+            raise ValueError(f"{layer!r} is not a snapshot")
         with contextlib.suppress(FileNotFoundError):
             remove_tree(self.folder / layer)
+
+    @contextlib.contextmanager
+    def _opened(self) -> Iterator[int]:
+        descriptor = os.open(self.folder, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            yield descriptor
+        finally:
+            os.close(descriptor)
 
     def temporary_file(self) -> IO[bytes]:
         """Return an unnamed file on the store's disk."""

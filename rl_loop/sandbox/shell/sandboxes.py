@@ -44,6 +44,7 @@ class ShellSandboxes:
         self._loading = asyncio.Lock()
         self._numbers = count()
         self._open: set[ShellSandbox] = set()
+        self._snapshots: list[str] = []
 
     @property
     def store(self) -> ImageStore:
@@ -116,10 +117,10 @@ class ShellSandboxes:
         return sandbox
 
     async def snapshot(self, sandbox: ShellSandbox) -> str:
-        """Store the changed files of a sandbox as a layer, and return its name.
+        """Store the changed files of a sandbox as a temporary layer, and return its name.
 
-        ``image.with_layer(name)`` opens sandboxes with these files.
-        ``store.delete_layer(name)`` deletes it.
+        ``image.with_layer(name)`` opens sandboxes with these files. ``close`` deletes the layer, and
+        ``store.delete_snapshot(name)`` deletes it earlier.
 
         Raises:
             SandboxRefusalError: if the files exceed a limit of the sandbox.
@@ -127,13 +128,18 @@ class ShellSandboxes:
         with self.store.temporary_file() as archive:
             await sandbox.write_layer(archive)
             archive.seek(0)
-            return await asyncio.to_thread(self.store.add_layer, archive, "snapshot")
+            layer = await asyncio.to_thread(self.store.add_snapshot, archive)
+        self._snapshots.append(layer)
+        return layer
 
     async def close(self) -> None:
         """End all sandboxes and the server. May be called again."""
         await asyncio.gather(*(sandbox.close() for sandbox in list(self._open)))
         if self._server is not None:
             await asyncio.to_thread(self._server.close)
+        for layer in self._snapshots:
+            await asyncio.to_thread(self.store.delete_snapshot, layer)
+        self._snapshots.clear()
         self._server = self._store = None
 
     async def __aenter__(self) -> Self:

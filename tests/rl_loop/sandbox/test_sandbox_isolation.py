@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -22,6 +21,7 @@ from rl_loop.sandbox import (
     check_isolation,
 )
 from rl_loop.sandbox.connection import ServerProcess
+from tests.support.rl_loop.sandbox.ordinary_user import as_ordinary_user
 
 CHECK = "from rl_loop.sandbox import check_isolation; check_isolation()"
 
@@ -96,40 +96,6 @@ def test_missing_interpreter_is_named() -> None:
 def test_missing_preloaded_module_is_named() -> None:
     with pytest.raises(SandboxUnavailableError, match="No module named 'not_installed_anywhere'"):
         start(SandboxConfig(preload_modules=("not_installed_anywhere",)))
-
-
-def as_ordinary_user() -> list[str]:
-    """Return a command prefix that switches from root to uid 1000.
-
-    The prefix makes the interpreter's folders readable. It is empty for an ordinary user.
-    """
-    if os.geteuid() != 0:
-        return []
-    needed = [
-        Path(sys.base_prefix),
-        Path(sys.prefix),
-        Path(sys.prefix).resolve(),
-        Path(__file__).parents[3],
-    ]
-    view = ["bwrap", "--dev-bind", "/", "/", "--cap-add", "ALL"]
-    opened: set[Path] = set()
-    for path in needed:
-        for parent in [*reversed(path.parents)]:
-            closed = not parent.stat().st_mode & 0o001
-            if closed and not any(parent.is_relative_to(other) for other in opened):
-                view += ["--tmpfs", str(parent)]
-                opened.add(parent)
-            elif any(parent.is_relative_to(other) for other in opened):
-                view += ["--dir", str(parent)]
-        if any(path.is_relative_to(other) for other in opened):
-            view += ["--ro-bind", str(path), str(path)]
-    return [
-        *view,
-        shutil.which("setpriv") or "setpriv",
-        "--reuid=1000",
-        "--regid=1000",
-        "--clear-groups",
-    ]
 
 
 def test_sandbox_is_isolated_for_an_ordinary_user() -> None:

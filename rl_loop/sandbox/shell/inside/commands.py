@@ -89,6 +89,7 @@ class Commands:
         poll = select.poll()
         poll.register(self._control, select.POLLIN)
         poll.register(self._wake, select.POLLIN)
+        next_check = time.monotonic() + CHECK_SECONDS
         while True:
             count = self.count()
             idle = 1 if self._shell_is_alive else 0
@@ -99,7 +100,11 @@ class Commands:
             self._reap(-1)
             if self._control.fileno() in events:
                 return
-            reason = self._root.watch.check() if count else None
+            # Every end of a process wakes this loop, and checks are expensive.
+            if count == 0 or time.monotonic() < next_check:
+                continue
+            next_check = time.monotonic() + CHECK_SECONDS
+            reason = self._root.watch.check()
             if reason is not None:
                 self.end_all()
                 self._ended_before = reason

@@ -165,14 +165,14 @@ def test_fork_has_the_files_of_the_snapshot(shells: Shells) -> None:
     with shells.open(image.with_layer(layer2)) as fork:
         assert fork.output("cat /w/a/x") == "changed\n"
     for each in (layer, layer2):
-        shells.pool.store.delete_layer(each)
+        shells.pool.store.delete_snapshot(each)
 
 
 def test_snapshot_continues_the_processes(shells: Shells) -> None:
     with shells.open() as shell:
         shell.run("(setsid sh -c 'while :; do date >> /tick; sleep 0.02; done' >/dev/null 2>&1 &)")
         layer = shell.wait_for(shells.pool.snapshot(shell.sandbox))
-        shells.pool.store.delete_layer(layer)
+        shells.pool.store.delete_snapshot(layer)
         shell.run("wc -l < /tick > /before; sleep 0.5")
         assert (
             shell.output("[ $(wc -l < /tick) -gt $(cat /before) ] && echo continues")
@@ -199,7 +199,7 @@ def test_names_of_whiteouts_do_not_delete_files(shells: Shells) -> None:
         layer = shell.wait_for(shells.pool.snapshot(shell.sandbox))
     with shells.open(shells.image.with_layer(layer)) as fork:
         assert fork.output("head -c 4 /etc/passwd") == "root"
-    shells.pool.store.delete_layer(layer)
+    shells.pool.store.delete_snapshot(layer)
 
 
 @pytest.mark.parametrize(

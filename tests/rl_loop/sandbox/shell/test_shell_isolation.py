@@ -18,9 +18,8 @@ from launch.doctor import Severity, check_shell_sandbox
 from rl_loop.sandbox import SandboxError
 from rl_loop.sandbox.seccomp import SyscallPolicy, seccomp_filter
 from rl_loop.sandbox.shell import fork_server, sandbox
-from tests.rl_loop.sandbox.shell.test_shell_attacks import failures
-from tests.rl_loop.sandbox.test_sandbox_isolation import as_ordinary_user
-from tests.support.rl_loop.sandbox.shell_attacks import ATTACKS
+from tests.support.rl_loop.sandbox.ordinary_user import as_ordinary_user
+from tests.support.rl_loop.sandbox.shell_attacks import ATTACKS, failures
 from tests.support.rl_loop.sandbox.shells import Shells
 from tests.support.waiting import wait_until
 
