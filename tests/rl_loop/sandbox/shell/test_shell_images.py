@@ -51,7 +51,7 @@ def store_blob(layout: Path, contents: bytes) -> dict[str, Any]:
 
 def make_layout(layout: Path, *layers: bytes, tags: tuple[str, ...] = ("main",)) -> None:
     """Write an image in the OCI layout, lowest layer first."""
-    config = {"config": {"Env": ["COLOR=red", "EMPTY="], "WorkingDir": "/work"}}
+    config = {"config": {"Env": ["COLOR=red", "EMPTY="], "WorkingDir": "/app"}}
     manifest = {
         "config": store_blob(layout, json.dumps(config).encode()),
         "layers": [store_blob(layout, layer) for layer in layers],
@@ -86,14 +86,14 @@ def test_archive_is_an_image(shells: Shells, root_archive: bytes, tmp_path: Path
 def test_layout_stacks_layers_with_whiteouts(
     shells: Shells, root_archive: bytes, tmp_path: Path
 ) -> None:
-    middle = archive(file("work/a"), file("work/b"), file("old/c"), file("etc/d", mode=0o4755))
-    upper = archive(file("work/.wh.a", b""), file("old/.wh..wh..opq", b""), file("old/e"))
+    middle = archive(file("app/a"), file("app/b"), file("old/c"), file("etc/d", mode=0o4755))
+    upper = archive(file("app/.wh.a", b""), file("old/.wh..wh..opq", b""), file("old/e"))
     make_layout(tmp_path, root_archive, gzip.compress(middle), upper)
     image = shells.wait_for(shells.pool.load(f"{tmp_path}:main"))
     assert len(image.layers) == 3
     with shells.open(image) as shell:
         output = shell.output("echo $COLOR-$EMPTY-$PWD; ls; ls /old; stat -c %a /etc/d")
-        assert output == "red--/work\nb\ne\n755\n"
+        assert output == "red--/app\nb\ne\n755\n"
         assert shell.output("rm -r /old; mkdir /old; ls -A /old; echo new > b; cat b") == "new\n"
 
 

@@ -199,7 +199,7 @@ ATTACKS = {
         + "ls /proc/1/fd /proc/1/cwd/ /proc/1/root/ 2>&1; cat /proc/1/environ "
         "/proc/1/mem 2>&1",
         "-1 EPERM",
-        r"python|store|\bwork\b",
+        r"python|store",
     ),
     "descriptors of process 1": Attack(
         "ls /proc/1/fd | wc -l; ls /proc/1/task/1/fd | wc -l", "(?s)^0\n.*^0\n"
@@ -334,14 +334,14 @@ ATTACKS = {
     # ---- the host and other sandboxes
     "files of the host": Attack(
         "ls -a /.. /proc/1/root/.. /home /root 2>&1; cat /proc/self/root/../../etc/hostn"
-        "ame /proc/1/root/etc/shadow 2>&1; ls -d /work /usr/local/src "
+        "ame /proc/1/root/etc/shadow 2>&1; ls -d /usr/local/src "
         "2>&1",
         "No such file",
         r"root:\$|pyenv",
     ),
     "paths of the host": Attack(
         "cat /proc/self/mountinfo /proc/self/maps /proc/mounts | grep "
-        "-E 'store|pytest|/work|shell-images' && echo GOT; echo end",
+        "-E 'store|pytest|shell-images' && echo GOT; echo end",
         "end",
         "GOT",
     ),
