@@ -259,7 +259,7 @@ def check_shell_sandbox() -> Finding:
     try:
         seconds = asyncio.run(shell.check_shell_sandboxes())
     except UserError as error:
-        # Only the environment of shell tasks needs it.
+        # Runs do not need shell sandboxes.
         return Finding(Severity.LIMITED, "no shell sandboxes", str(error))
     return Finding(Severity.OK, f"a sandbox starts in {1e3 * seconds:.0f} ms")
 

@@ -19,7 +19,7 @@ from typing import Any
 
 import psutil
 
-from rl_loop.sandbox.shell import HOST_IMAGE, Image, ShellSandboxConfig, ShellSandboxes
+from rl_loop.sandbox.shell import HOST_IMAGE, Image, ShellSandboxConfig, ShellSandboxPool
 
 COMMANDS_OF_AN_EPISODE = 30
 PREPARED = "mkdir /w; cd /w; seq 4000 | xargs touch; head -c 100000000 /dev/zero > big"
@@ -44,7 +44,7 @@ def processor_ms(process: psutil.Process) -> float:
     return int(nanoseconds) / 1e6
 
 
-async def measure_one(pool: ShellSandboxes, image: Image, rounds: int) -> dict[str, float]:
+async def measure_one(pool: ShellSandboxPool, image: Image, rounds: int) -> dict[str, float]:
     """Return the median milliseconds of each step in the life of a sandbox."""
     times: dict[str, list[float]] = {}
 
@@ -72,7 +72,7 @@ async def measure_one(pool: ShellSandboxes, image: Image, rounds: int) -> dict[s
     return {name: round(median(values), 2) for name, values in times.items()}
 
 
-async def measure_fork(pool: ShellSandboxes, image: Image, rounds: int) -> dict[str, float]:
+async def measure_fork(pool: ShellSandboxPool, image: Image, rounds: int) -> dict[str, float]:
     """Return the median milliseconds to start a sandbox from a snapshot of 4,000 files, 100 MB."""
     async with await pool.open(image) as sandbox:
         await sandbox.run(PREPARED)
@@ -86,7 +86,7 @@ async def measure_fork(pool: ShellSandboxes, image: Image, rounds: int) -> dict[
     return {"snapshot_ms": round(snapshot_ms, 1), "fork_ms": round(median(starts), 2)}
 
 
-async def measure_many(pool: ShellSandboxes, image: Image, number: int) -> dict[str, float]:
+async def measure_many(pool: ShellSandboxPool, image: Image, number: int) -> dict[str, float]:
     """Return times and memory of many idle sandboxes, each with a persistent bash."""
     before = psutil.virtual_memory().available
     start_ms, sandboxes = await timed(asyncio.gather(*(pool.open(image) for _ in range(number))))
@@ -107,8 +107,8 @@ async def measure_many(pool: ShellSandboxes, image: Image, number: int) -> dict[
 
 async def measure(rounds: int, numbers: list[int]) -> list[dict[str, float]]:
     with tempfile.TemporaryDirectory(dir="/var/tmp") as folder:
-        config = ShellSandboxConfig(store=Path(folder), most=max(numbers))
-        async with ShellSandboxes(config) as pool:
+        config = ShellSandboxConfig(store=Path(folder), max_sandboxes=max(numbers))
+        async with ShellSandboxPool(config) as pool:
             image = await pool.load(HOST_IMAGE)
             results = [await measure_one(pool, image, rounds)]
             results.append(await measure_fork(pool, image, max(1, rounds // 5)))

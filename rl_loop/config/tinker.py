@@ -58,7 +58,10 @@ class TinkerConfig(RunConfig):
                 "embedded engine only. Set it to embedded"
             )
         if self.optimizer.offload_fraction > 0:
-            raise ValueError("optimizer.offload_fraction: tenants are not offloaded. Leave it out")
+            raise ValueError(
+                "optimizer.offload_fraction: the optimizer state of clients' models cannot be "
+                "offloaded. Leave it out"
+            )
         if self.training.share_prefixes != "off":
             raise ValueError(
                 "training.share_prefixes: labels of clients differ from tokens. Leave it out"

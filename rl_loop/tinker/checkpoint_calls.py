@@ -69,7 +69,7 @@ class CheckpointCalls:
         metadata = tenant.user_metadata if tenant is not None else checkpoints[-1][1].run_metadata
         return {
             "training_run_id": model_id,
-            "base_model": self._state.model.name,
+            "base_model": self._state.model.api_name,
             "model_owner": owner,
             "is_lora": True,
             "lora_rank": tenant.rank if tenant is not None else checkpoints[-1][1].rank,
@@ -85,11 +85,11 @@ class CheckpointCalls:
         """Describe a checkpoint for a client that will load it."""
         facts = self._state.checkpoint(owner, CheckpointName.parse(body.get("tinker_path")))
         return {
-            "base_model": self._state.model.name,
+            "base_model": self._state.model.api_name,
             "is_lora": True,
             "lora_rank": facts.rank,
             "optimizer_config": {"type": "adamw"},
-            **self._state.model.trained,
+            **self._state.model.has_adapters,
         }
 
     def list_checkpoints(self, owner: str, model_id: str) -> dict[str, Any]:

@@ -48,7 +48,7 @@ class SamplingCalls:
         elif sampler_id not in state.samplers:
             name = CheckpointName.parse(path)
             facts = state.checkpoint(owner, name)
-            state.store.check_base(name, facts, state.model.base)
+            state.store.check_base(name, facts, state.model.base_digest)
             if name.kind == "external_weights":
                 raise bad_request(f"{name} is for other programs. Sample from other weights")
             snapshot = state.snapshots.link(facts.rank, state.store.tensors(name))
@@ -62,7 +62,7 @@ class SamplingCalls:
         sampler = self._state.sampler(owner, sampler_id)
         return {
             "sampler_id": sampler.sampler_id,
-            "base_model": self._state.model.name,
+            "base_model": self._state.model.api_name,
             "model_path": sampler.model_path,
         }
 

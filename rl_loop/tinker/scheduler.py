@@ -40,7 +40,7 @@ class SampleOperation[Part, Result]:
     """Receives the answer."""
     combine: Callable[[Sequence[Result]], Answer]
     """Makes the answer from the results of all parts."""
-    started: int = 0
+    started_parts: int = 0
     """Number of parts that run or have run."""
     results: list[Result] = field(default_factory=list)
     """Results of the parts that have run."""
@@ -58,22 +58,27 @@ class SampleOperation[Part, Result]:
 
     def fail(self, message: str, category: str) -> None:
         """Set an error as the answer, and start no further parts."""
-        self.started = len(self.parts)
+        self.started_parts = len(self.parts)
         if self.future.answer is None:
             self.future.fail(message, category)
 
     @property
-    def is_started(self) -> bool:
-        """True if no part waits, or the future was dropped."""
-        return self.started == len(self.parts) or self.future.answer is not None
+    def is_fully_started(self) -> bool:
+        """True if no part is left to start: all have started, or the request has an answer."""
+        return self.started_parts == len(self.parts) or self.future.answer is not None
 
 
 class Scheduler[Part, Result]:
     """Runs operations.
 
-    Tenants take turns. A turn ends with an optimizer step, so that unfinished gradients are rare,
-    or after a number of tokens. After every turn, waiting sampling requests of one snapshot run.
-    Snapshots take turns, too.
+    Tenants take turns. A turn ends with an optimizer step, so that unfinished gradients are rare. It
+    also ends after ``turn_tokens`` tokens, after ``MAX_BURST`` operations, or if the next request
+    has not arrived. After every turn, waiting sampling requests of one snapshot run. Snapshots take
+    turns, too.
+
+    Example with tenants A and B and the snapshot S:
+
+        A: forward_backward, optim_step | S: 3 samples | B: forward_backward | S: 1 sample | A: ...
     """
 
     def __init__(
@@ -94,7 +99,7 @@ class Scheduler[Part, Result]:
         self._turn_tokens = turn_tokens
         self._ready: deque[TenantQueue] = deque()
         self._samples: dict[Hashable, deque[SampleOperation[Part, Result]]] = {}
-        self._singles: deque[tuple[Work, RequestFuture]] = deque()
+        self._other_operations: deque[tuple[Work, RequestFuture]] = deque()
         self._wake = asyncio.Event()
 
     def notify(self, queue: TenantQueue) -> None:
@@ -103,9 +108,9 @@ class Scheduler[Part, Result]:
             self._ready.append(queue)
             self._wake.set()
 
-    def add_single(self, work: Work, future: RequestFuture) -> None:
+    def add_operation(self, work: Work, future: RequestFuture) -> None:
         """Run an operation that belongs to no queue, such as the creation of a tenant."""
-        self._singles.append((work, future))
+        self._other_operations.append((work, future))
         self._wake.set()
 
     def check_room(self) -> None:
@@ -135,13 +140,13 @@ class Scheduler[Part, Result]:
         """Run operations until the task is cancelled."""
         cleaned_up = time.monotonic()
         while True:
-            while self._singles:
-                await self._run(*self._singles.popleft())
+            while self._other_operations:
+                await self._run(*self._other_operations.popleft())
             if self._ready:
                 await self._run_turn(self._ready.popleft())
             if self._samples:
                 await self._run_samples()
-            if not (self._singles or self._ready or self._samples):
+            if not (self._other_operations or self._ready or self._samples):
                 self._wake.clear()
                 with suppress(TimeoutError):
                     await asyncio.wait_for(self._wake.wait(), CLEAN_UP_SECONDS)
@@ -206,11 +211,11 @@ class Scheduler[Part, Result]:
         count = 0
         while waiting and count < MAX_BATCH:
             operation = waiting[0]
-            if operation.is_started:
+            if operation.is_fully_started:
                 waiting.popleft()
                 continue
-            part, continuations = operation.parts[operation.started]
-            operation.started += 1
+            part, continuations = operation.parts[operation.started_parts]
+            operation.started_parts += 1
             chosen.append((operation, part))
             count += continuations
         if waiting:

@@ -134,15 +134,15 @@ def served_model(config: TinkerConfig) -> ServedModel:
     assert config.adapter is not None
     targets = config.adapter.targets
     return ServedModel(
-        name=config.tinker.base_model,
-        base=base_digest(config),
+        api_name=config.tinker.base_model,
+        base_digest=base_digest(config),
         vocabulary_size=config.model.vocab_size,
         max_tokens=min(config.model.max_length, config.training.max_tokens_per_micro_batch),
         max_rank=adapter_rank(config.adapter, config.model),
-        trained={flag: bool(set(names) & set(targets)) for flag, names in FLAGS.items()},
+        has_adapters={flag: bool(set(names) & set(targets)) for flag, names in FLAGS.items()},
         architecture=config.model,
         adapter=config.adapter,
-        base_name=peft_base_name(config.initial_weights),
+        peft_base_name=peft_base_name(config.initial_weights),
     )
 
 
@@ -159,7 +159,7 @@ def base_digest(config: TinkerConfig) -> str:
 
 def _notice(model: ServedModel) -> str:
     """Return the message that clients log."""
-    untrained = [flag for flag, is_trained in model.trained.items() if not is_trained]
+    untrained = [flag for flag, is_trained in model.has_adapters.items() if not is_trained]
     text = "gptoss tinker: see docs/tinker.md for the calls that differ"
     if untrained:
         text += f". Without adapters here: {', '.join(untrained)}"

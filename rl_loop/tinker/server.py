@@ -206,7 +206,7 @@ class TinkerServer:
     def _capabilities(self, owner: str, request: web.Request) -> dict[str, Any]:
         model = self._state.model
         described = {
-            "model_name": model.name,
+            "model_name": model.api_name,
             "max_context_length": model.max_tokens,
             "trainable": True,
             "sampleable": True,

@@ -29,23 +29,23 @@ STALE_SECONDS = 60.0
 class ServedModel:
     """Facts about the model that requests need."""
 
-    name: str
+    api_name: str
     """Name of the base in the API."""
-    base: str
-    """Digest of the base."""
+    base_digest: str
+    """Digest of the base and of the settings of its adapters."""
     vocabulary_size: int
     """Exclusive upper bound of token ids."""
     max_tokens: int
     """Maximum tokens of a datum, and of a prompt with its continuation."""
     max_rank: int
     """Rank of the model's adapters."""
-    trained: dict[str, bool]
-    """For each flag of the API, whether the parts of the model have adapters."""
+    has_adapters: dict[str, bool]
+    """True for each flag of the API, such as ``train_mlp``, whose modules have adapters."""
     architecture: ModelConfig
     """Configuration of the base."""
     adapter: AdapterConfig
     """Settings of the adapters."""
-    base_name: str | None
+    peft_base_name: str | None
     """Name or directory of the base in adapters of PEFT's format. None if there is none."""
 
 
@@ -63,7 +63,7 @@ class Session:
 
 @dataclass
 class Tenant:
-    """An adapter that a client trains."""
+    """An adapter that a client trains. The API calls it a model."""
 
     model_id: str
     owner: str
@@ -129,7 +129,7 @@ class TinkerState:
             self._sample, self.clean_up, limits.turn_tokens
         )
 
-    async def on_thread[**P, T](
+    async def run_on_policy_thread[**P, T](
         self, function: Callable[P, T], *arguments: P.args, **options: P.kwargs
     ) -> T:
         """Call a function on the thread of the policy, and return its result."""
@@ -140,7 +140,7 @@ class TinkerState:
         self, snapshot: Hashable, requests: Sequence[SampleRequest]
     ) -> Sequence[Samples | ClientError]:
         assert isinstance(snapshot, Snapshot)
-        return await self.on_thread(self.policy.sample, snapshot, requests)
+        return await self.run_on_policy_thread(self.policy.sample, snapshot, requests)
 
     # -- objects of an owner ----------------------------------------------------------------------
 
@@ -151,8 +151,8 @@ class TinkerState:
             raise not_found(f"there is no session {str(session_id)[:64]!r}")
         return str(session_id)
 
-    def tenant(self, owner: str, model_id: object) -> Tenant:
-        """Return an owner's tenant. Raises ApiError."""
+    def use_tenant(self, owner: str, model_id: object) -> Tenant:
+        """Return an owner's tenant, and record the time of its request. Raises ApiError."""
         found = self.tenants.get(model_id) if isinstance(model_id, str) else None
         if found is None or found.owner != owner:
             raise not_found(f"there is no model {str(model_id)[:128]!r}")
@@ -179,8 +179,8 @@ class TinkerState:
 
     # -- ends -------------------------------------------------------------------------------------
 
-    def has_place(self) -> bool:
-        """Return True if another tenant can be created. Tenants of silent sessions may leave."""
+    def make_room(self) -> bool:
+        """End silent sessions if no tenant can be created. Return True if one can be created now."""
         limit = time.monotonic() - STALE_SECONDS
         if len(self.tenants) >= self.limits.max_models:
             for session_id in {tenant.session_id for tenant in self.tenants.values()}:

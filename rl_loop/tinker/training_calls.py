@@ -66,7 +66,7 @@ class TrainingCalls:
 
         async def create() -> Answer:
             self._check_place(model_id)
-            await state.on_thread(state.policy.create, model_id, rank, seed)
+            await state.run_on_policy_thread(state.policy.create, model_id, rank, seed)
             self._add_tenant(model_id, session_id, rank, metadata)
             return {"type": "create_model", "model_id": model_id}
 
@@ -79,7 +79,7 @@ class TrainingCalls:
         rank = read(lora, "rank", int)
         if not 1 <= rank <= model.max_rank:
             raise bad_request(f"rank {rank}: this server trains ranks 1 to {model.max_rank}")
-        for flag, is_trained in model.trained.items():
+        for flag, is_trained in model.has_adapters.items():
             if is_trained and not read(lora, flag, bool, True):
                 raise bad_request(f"{flag}=False: this server trains these adapters. Leave it out")
         seed = read_optional(lora, "seed", int)
@@ -89,7 +89,7 @@ class TrainingCalls:
         """Raise ClientError if a tenant cannot be created."""
         if model_id in self._state.tenants:
             raise ClientError(f"{model_id} exists")
-        if not self._state.has_place():
+        if not self._state.make_room():
             limit = self._state.limits.max_models
             raise ClientError(
                 f"this server trains up to {limit} models at a time (tinker.max_models). Close a "
@@ -118,12 +118,15 @@ class TrainingCalls:
         if known is not None:
             return known
         future = self._state.futures.add(request_id, session_id)
-        self._state.scheduler.add_single(work, future)
+        self._state.scheduler.add_operation(work, future)
         return future
 
     def get_info(self, owner: str, body: Mapping[str, Any]) -> dict[str, Any]:
         """Describe a tenant."""
-        tenant, name = self._state.tenant(owner, body.get("model_id")), self._state.model.name
+        tenant, name = (
+            self._state.use_tenant(owner, body.get("model_id")),
+            self._state.model.api_name,
+        )
         return {
             "type": "get_info",
             "model_data": {"arch": "gpt_oss", "model_name": name, "tokenizer_id": name},
@@ -139,7 +142,7 @@ class TrainingCalls:
     def forward_backward(self, owner: str, content: bytes) -> RequestFuture:
         """Run a pass. The body is a message."""
         message = read_message("ForwardBackwardRequest", content)
-        tenant = self._state.tenant(owner, message.model_id)
+        tenant = self._state.use_tenant(owner, message.model_id)
         kind = "forward" if message.forward_only else "forward_backward"
         work = _Pass(self._state, tenant.model_id, message)
         return self._enqueue(
@@ -148,7 +151,7 @@ class TrainingCalls:
 
     def optim_step(self, owner: str, body: Mapping[str, Any]) -> RequestFuture:
         """Take an optimizer step."""
-        tenant = self._state.tenant(owner, body.get("model_id"))
+        tenant = self._state.use_tenant(owner, body.get("model_id"))
         if body.get("adam_params") is None:
             raise bad_request("adam_params is missing. The only optimizer is adamw")
         settings = read_adam_settings(read(body, "adam_params", dict))
@@ -156,7 +159,7 @@ class TrainingCalls:
         async def run() -> Answer:
             state = self._state
             step = state.policy.take_step
-            return {"metrics": await state.on_thread(step, tenant.model_id, settings)}
+            return {"metrics": await state.run_on_policy_thread(step, tenant.model_id, settings)}
 
         return self._enqueue(tenant, body.get("seq_id"), "optim_step", run, ends_turn=True)
 
@@ -173,7 +176,7 @@ class TrainingCalls:
     def save_weights(self, owner: str, body: Mapping[str, Any]) -> RequestFuture:
         """Save a tenant with its optimizer state."""
         state = self._state
-        tenant = state.tenant(owner, body.get("model_id"))
+        tenant = state.use_tenant(owner, body.get("model_id"))
         name = CheckpointName(tenant.model_id, "weights", read(body, "path", str))
         facts, overwrite = self._read_facts(tenant, body), read(body, "overwrite", bool, False)
 
@@ -186,7 +189,7 @@ class TrainingCalls:
     def save_weights_for_sampler(self, owner: str, body: Mapping[str, Any]) -> RequestFuture:
         """Save a tenant's adapter, or keep a copy of it for a sampling session."""
         state = self._state
-        tenant = state.tenant(owner, body.get("model_id"))
+        tenant = state.use_tenant(owner, body.get("model_id"))
         if body.get("path") is None:
             return self._keep_snapshot(tenant, body)
         name = CheckpointName(tenant.model_id, "sampler_weights", read(body, "path", str))
@@ -201,7 +204,7 @@ class TrainingCalls:
     def save_weights_external(self, owner: str, body: Mapping[str, Any]) -> RequestFuture:
         """Save a tenant's adapter in PEFT's format."""
         state = self._state
-        tenant = state.tenant(owner, body.get("model_id"))
+        tenant = state.use_tenant(owner, body.get("model_id"))
         if body.get("age_encryption_recipients"):
             raise bad_request(
                 "age_encryption_recipients: files are not encrypted here. Leave it out"
@@ -221,7 +224,7 @@ class TrainingCalls:
             )
 
             def write(directory: Path) -> None:
-                write_peft(directory, source, state.model.base_name)
+                write_peft(directory, source, state.model.peft_base_name)
 
             state.store.save_files(name, facts(), factors, write)
 
@@ -237,7 +240,7 @@ class TrainingCalls:
             return state.snapshots.save(tenant.rank, state.policy.copy_adapter(tenant.model_id))
 
         async def run() -> Answer:
-            snapshot = await state.on_thread(save)
+            snapshot = await state.run_on_policy_thread(save)
             sampler = Sampler(sampler_id, tenant.session_id, snapshot)
             # The session may have ended.
             if tenant.session_id in state.sessions:
@@ -257,7 +260,7 @@ class TrainingCalls:
         """Queue a function that writes a checkpoint."""
 
         async def run() -> Answer:
-            await self._state.on_thread(save)
+            await self._state.run_on_policy_thread(save)
             return {"type": kind, "path": str(name)}
 
         return self._enqueue(tenant, number, kind, run)
@@ -272,7 +275,7 @@ class TrainingCalls:
             now = time.time()
             return CheckpointFacts(
                 owner=tenant.owner,
-                base=self._state.model.base,
+                base=self._state.model.base_digest,
                 rank=tenant.rank,
                 created=now,
                 expires=None if seconds is None else now + seconds,
@@ -295,7 +298,7 @@ class TrainingCalls:
             state.checkpoint(owner, name)
 
         def load(model_id: str) -> int:
-            facts, tensors = state.store.load(name, state.model.base)
+            facts, tensors = state.store.load(name, state.model.base_digest)
             if facts.rank > state.model.max_rank:
                 raise ClientError(f"{name} has rank {facts.rank}, above {state.model.max_rank}")
             state.policy.load(model_id, facts.rank, tensors, optimizer=optimizer)
@@ -308,16 +311,16 @@ class TrainingCalls:
 
             async def create() -> Answer:
                 self._check_place(model_id)
-                rank = await state.on_thread(load, model_id)
+                rank = await state.run_on_policy_thread(load, model_id)
                 self._add_tenant(model_id, session_id, rank, metadata)
                 return {"type": "load_weights", "path": str(name), "model_id": model_id}
 
             return self._single(f"{model_id}/0/load_weights", session_id, create)
 
-        tenant = state.tenant(owner, body.get("model_id"))
+        tenant = state.use_tenant(owner, body.get("model_id"))
 
         async def replace() -> Answer:
-            tenant.rank = await state.on_thread(load, tenant.model_id)
+            tenant.rank = await state.run_on_policy_thread(load, tenant.model_id)
             return {"type": "load_weights", "path": str(name), "model_id": tenant.model_id}
 
         return self._enqueue(tenant, body.get("seq_id"), "load_weights", replace)
@@ -341,7 +344,7 @@ class _Pass:
 
     async def __call__(self) -> Answer | None:
         """Run the next part. Returns None before the last one."""
-        return await self._state.on_thread(self._run)
+        return await self._state.run_on_policy_thread(self._run)
 
     def _run(self) -> bytes | None:
         state = self._state
@@ -369,8 +372,8 @@ class _Pass:
 
 def check_base_model(state: TinkerState, name: object) -> None:
     """Raise ApiError if a request names another base than this server's."""
-    if name != state.model.name:
-        raise bad_request(f"this server has {state.model.name}, not {str(name)[:128]!r}")
+    if name != state.model.api_name:
+        raise bad_request(f"this server has {state.model.api_name}, not {str(name)[:128]!r}")
 
 
 def read_lifetime(body: Mapping[str, Any]) -> int | None:

@@ -3,30 +3,30 @@
 from rl_loop.sandbox.shell.config import ShellLimits, ShellSandboxConfig
 from rl_loop.sandbox.shell.images import HOST_IMAGE, HOST_PYTHON_IMAGE, Image, ImageStore
 from rl_loop.sandbox.shell.layers import ImageError
+from rl_loop.sandbox.shell.pool import ShellSandboxPool, check_shell_sandboxes
 from rl_loop.sandbox.shell.sandbox import (
+    ChangedFiles,
     CommandResult,
     SandboxFile,
-    SandboxRefusalError,
+    SandboxFilesError,
     SandboxUsage,
     ShellSandbox,
-    TakenFiles,
 )
-from rl_loop.sandbox.shell.sandboxes import ShellSandboxes, check_shell_sandboxes
 
 __all__ = [
     "HOST_IMAGE",
     "HOST_PYTHON_IMAGE",
+    "ChangedFiles",
     "CommandResult",
     "Image",
     "ImageError",
     "ImageStore",
     "SandboxFile",
-    "SandboxRefusalError",
+    "SandboxFilesError",
     "SandboxUsage",
     "ShellLimits",
     "ShellSandbox",
     "ShellSandboxConfig",
-    "ShellSandboxes",
-    "TakenFiles",
+    "ShellSandboxPool",
     "check_shell_sandboxes",
 ]

@@ -8,7 +8,7 @@ from rl_loop.sandbox.config import MIB
 
 
 class ShellSandboxConfig(BaseModel):
-    """Settings of shell sandboxes. A task may lower the limits."""
+    """Settings of shell sandboxes."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
@@ -16,11 +16,12 @@ class ShellSandboxConfig(BaseModel):
     """Directory of unpacked images. It needs a file system with extended attributes on the node's
     own disk."""
 
-    most: int = Field(default=64, ge=1)
-    """Sandboxes of one rollout worker at the same time. More episodes wait for a place."""
+    max_sandboxes: int = Field(default=64, ge=1)
+    """Maximum number of open sandboxes. Further calls of ``open`` wait."""
 
     timeout_seconds: float = Field(default=60.0, gt=0)
-    """Wall-clock time of one command in seconds. After it all processes of the sandbox are killed."""
+    """Wall-clock time of one command in seconds, unless a call sets another. After it all processes
+    of the sandbox are killed."""
 
     memory_gb: float = Field(default=2.0, ge=0.05, allow_inf_nan=False)
     """Maximum memory of all processes of a sandbox together, in GB. Files are not included."""
@@ -41,12 +42,13 @@ class ShellSandboxConfig(BaseModel):
     """Output of a command that is kept, in kB: the first and the last half."""
 
     cpus: int | None = Field(default=1, ge=1)
-    """Processors that a sandbox may use. null: all. Programs see only these processors."""
+    """CPUs that a sandbox may use. null: all. Programs see only these CPUs."""
 
     @property
     def limits(self) -> "ShellLimits":
         """The limits of a sandbox."""
         return ShellLimits(
+            command_seconds=self.timeout_seconds,
             memory_bytes=int(self.memory_gb * 1e9),
             address_space_bytes=int(self.address_space_gb * 1e9),
             disk_bytes=int(self.disk_gb * 1e9),
@@ -62,6 +64,8 @@ class ShellLimits(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
+    command_seconds: float = Field(gt=0)
+    """Wall-clock time of a command, unless a call sets another."""
     memory_bytes: int = Field(gt=0)
     """Memory of all processes together."""
     address_space_bytes: int = Field(gt=0)
@@ -76,9 +80,4 @@ class ShellLimits(BaseModel):
     printed_bytes: int = Field(default=256 * MIB, gt=0)
     """Output after which a command is killed."""
     cpus: int | None = None
-    """Processors of the sandbox. None for all."""
-
-    def capped(self, **wanted: int) -> "ShellLimits":
-        """Return limits that are lowered to the wanted values. Larger values have no effect."""
-        lower = {name: min(value, getattr(self, name) or value) for name, value in wanted.items()}
-        return self.model_copy(update=lower)
+    """CPUs of the sandbox. None for all."""

@@ -23,8 +23,8 @@ START_SECONDS = 60.0
 GRACE_SECONDS = 40.0
 """Additional time, in seconds, before a sandbox counts as hung."""
 FILES_SECONDS = 300.0
-TAKE_BYTES = 16 << 20
-TAKE_FILES = 10_000
+MAX_READ_BYTES = 16 << 20
+MAX_READ_FILES = 10_000
 MAX_ANSWER_BYTES = 1 << 28
 
 
@@ -63,7 +63,7 @@ class SandboxFile:
 
 
 @dataclass(frozen=True)
-class TakenFiles:
+class ChangedFiles:
     """Changed regular files of a sandbox."""
 
     files: dict[str, SandboxFile]
@@ -72,12 +72,12 @@ class TakenFiles:
     """Reason why a file was left out, by path."""
 
 
-class SandboxRefusalError(Exception):
+class SandboxFilesError(Exception):
     """Files that could not be written or read because of what commands did in the sandbox."""
 
 
 class ShellSandbox:
-    """A running sandbox. ``ShellSandboxes.open`` makes one. One call runs at a time.
+    """A running sandbox. ``ShellSandboxPool.open`` makes one. One call runs at a time.
 
     Every method raises SandboxError if the sandbox fails for a reason other than its commands.
     """
@@ -94,7 +94,7 @@ class ShellSandbox:
         self._lock = asyncio.Lock()
 
     async def start(self, spec: SandboxSpec, cgroup_base: Path | None) -> None:
-        """Build the sandbox. ``ShellSandboxes.open`` calls it."""
+        """Build the sandbox. ``ShellSandboxPool.open`` calls it."""
         try:
             async with asyncio.timeout(START_SECONDS):
                 self._process = await self._receive_process()
@@ -113,7 +113,7 @@ class ShellSandbox:
         self,
         command: str,
         *,
-        seconds: float = 60.0,
+        seconds: float | None = None,
         persistent: bool = False,
         working_directory: str | None = None,
         environment: Mapping[str, str] | None = None,
@@ -125,7 +125,7 @@ class ShellSandbox:
 
         Args:
             command: text for bash.
-            seconds: maximum wall-clock time.
+            seconds: maximum wall-clock time. Default: ``limits.command_seconds``.
             persistent: run it in the sandbox's persistent bash, which keeps variables, functions and
                 the working directory. Otherwise in a new bash.
             working_directory: directory of a new bash. Default: that of the image.
@@ -134,6 +134,7 @@ class ShellSandbox:
         Returns:
             The result of the command.
         """
+        seconds = self.limits.command_seconds if seconds is None else seconds
         fields, output = await self._call(
             seconds + GRACE_SECONDS,
             {
@@ -190,11 +191,11 @@ class ShellSandbox:
 
     # ---- files
 
-    async def put(self, files: Mapping[str, SandboxFile | bytes]) -> None:
+    async def write_files(self, files: Mapping[str, SandboxFile | bytes]) -> None:
         """Write files by absolute path. Existing files are replaced.
 
         Raises:
-            SandboxRefusalError: if a file cannot be written, for example because the disk is full.
+            SandboxFilesError: if a file cannot be written, for example because the disk is full.
         """
         buffer = io.BytesIO()
         with tarfile.open(fileobj=buffer, mode="w", format=tarfile.PAX_FORMAT) as archive:
@@ -205,12 +206,13 @@ class ShellSandbox:
                 archive.addfile(member, io.BytesIO(content.contents))
         await self._call(FILES_SECONDS, {"action": "put"}, buffer.getvalue())
 
-    async def take(
-        self, paths: Sequence[str], max_bytes: int = TAKE_BYTES, max_files: int = TAKE_FILES
-    ) -> TakenFiles:
+    async def read_changed_files(
+        self, paths: Sequence[str], max_bytes: int = MAX_READ_BYTES, max_files: int = MAX_READ_FILES
+    ) -> ChangedFiles:
         """Return the changed regular files at and below some paths.
 
-        Links, pipes and devices are left out, and so are files behind a link.
+        Links, pipes and devices are left out, and so are files behind a link. ``skipped`` names
+        files above the limits. A grader must check it.
 
         Args:
             paths: absolute paths.
@@ -229,15 +231,15 @@ class ShellSandbox:
                 content = archive.extractfile(member)
                 if content is not None:
                     files[f"/{member.name}"] = SandboxFile(content.read(), member.mode)
-        return TakenFiles(files, fields["skipped"])
+        return ChangedFiles(files, fields["skipped"])
 
     async def write_layer(self, target: IO[bytes]) -> None:
-        """Write all changed files as a layer of an OCI image. ``ShellSandboxes.snapshot`` uses it.
+        """Write all changed files as a layer of an OCI image. ``ShellSandboxPool.snapshot`` uses it.
 
         Processes are stopped meanwhile. /dev/shm and processes are not a part of the layer.
 
         Raises:
-            SandboxRefusalError: if the files exceed a limit.
+            SandboxFilesError: if the files exceed a limit.
         """
         limits = {"max_bytes": self.limits.disk_bytes, "max_files": self.limits.disk_files}
         await self._call(FILES_SECONDS, {"action": "snapshot", **limits}, parts=target)
@@ -281,7 +283,7 @@ class ShellSandbox:
         payload: bytes = b"",
         parts: IO[bytes] | None = None,
     ) -> tuple[dict[str, Any], bytes]:
-        """Send a request and return the result. Raises SandboxError or SandboxRefusalError."""
+        """Send a request and return the result. Raises SandboxError or SandboxFilesError."""
         async with self._lock:
             if self._closed:
                 raise SandboxError("the shell sandbox was closed", "closed")
@@ -304,7 +306,7 @@ class ShellSandbox:
                 await self.close()
                 raise
         if "refused" in fields:
-            raise SandboxRefusalError(fields["refused"])
+            raise SandboxFilesError(fields["refused"])
         if "failed" in fields:
             await self.close()
             raise SandboxError(f"the shell sandbox failed: {fields['failed']}", "set-up of a call")

@@ -289,7 +289,7 @@ def test_exported_adapter_is_read_as_peft(
     assert {mapping.kind for mapping in adapter.mappings} == {"q", "o", "gate_up", "down", "head"}
     saved = server.state.store.load(
         CheckpointName.parse(train.save_weights_for_sampler("same").result().path),
-        server.state.model.base,
+        server.state.model.base_digest,
     )[1]
     for mapping in adapter.mappings:
         a, b = adapter.read(mapping)

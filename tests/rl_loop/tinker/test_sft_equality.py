@@ -86,7 +86,7 @@ def test_sft_through_the_sdk_equals_the_command(tmp_path: Path) -> None:
             passed.result()
         path = train.result().save_state("end").result().path
         name = CheckpointName.parse(path)
-        _, found = server.state.store.load(name, server.state.model.base)
+        _, found = server.state.store.load(name, server.state.model.base_digest)
         client.close("success").result()
     assert found.keys() == expected.keys()
     assert [name for name in expected if not torch.equal(found[name], expected[name])] == []

@@ -11,7 +11,7 @@ class CommandOutcome:
     exit_code: int
     """0 to 255, or minus the number of the signal that killed the process."""
     killed_for: str | None
-    """Limit that ended all processes: "time", "memory", "locks", "output" or "processes"."""
+    """Limit that ended all processes: "time", "memory", "locks" or "output"."""
     seconds: float
     cut_bytes: int
     """Bytes of output that were left out between the head and the tail."""

@@ -8,7 +8,7 @@ import time
 import pytest
 
 from rl_loop.sandbox import SandboxError
-from rl_loop.sandbox.shell import HOST_IMAGE, SandboxFile, SandboxRefusalError
+from rl_loop.sandbox.shell import HOST_IMAGE, SandboxFile, SandboxFilesError
 from tests.support.rl_loop.sandbox.shells import Shells
 
 
@@ -97,12 +97,14 @@ def test_daemon_beyond_the_memory_limit_is_reported_later(shells: Shells) -> Non
 def test_files_are_put_and_taken(shells: Shells) -> None:
     with shells.open() as shell:
         files = {"/app/run.sh": SandboxFile(b"#!/bin/sh\necho ran\n", 0o755), "/app/ä/x": b"data"}
-        shell.wait_for(shell.sandbox.put(files))
+        shell.wait_for(shell.sandbox.write_files(files))
         assert shell.output("/app/run.sh; cat /app/ä/x") == "ran\ndata"
         shell.run(
             "cd /app; echo more >> run.sh; ln -s run.sh link; mkfifo pipe; mkdir d; echo y > d/y"
         )
-        taken = shell.wait_for(shell.sandbox.take(["/app", "/etc/passwd", "/missing", "/../x"]))
+        taken = shell.wait_for(
+            shell.sandbox.read_changed_files(["/app", "/etc/passwd", "/missing", "/../x"])
+        )
     # Files of the image that did not change are not taken.
     assert sorted(taken.files) == ["/app/d/y", "/app/run.sh", "/app/ä/x"]
     assert taken.files["/app/run.sh"] == SandboxFile(b"#!/bin/sh\necho ran\nmore\n", 0o755)
@@ -118,7 +120,9 @@ def test_taken_files_never_leave_the_changed_files(shells: Shells) -> None:
         shell.run(
             "mkdir /a; ln -s /etc /a/etc; ln -s /proc/1 /p; mkdir /big; truncate -s 900M /big/x"
         )
-        taken = shell.wait_for(shell.sandbox.take(["/a/etc/passwd", "/p/environ", "/big"]))
+        taken = shell.wait_for(
+            shell.sandbox.read_changed_files(["/a/etc/passwd", "/p/environ", "/big"])
+        )
     assert taken.files == {}
     assert taken.skipped == {
         "/a/etc/passwd": "Not a directory on the way",
@@ -130,15 +134,15 @@ def test_taken_files_never_leave_the_changed_files(shells: Shells) -> None:
 def test_files_without_permission_are_taken(shells: Shells) -> None:
     with shells.open() as shell:
         shell.run("mkdir /a; echo x > /a/x; chmod 000 /a/x /a")
-        taken = shell.wait_for(shell.sandbox.take(["/a"]))
+        taken = shell.wait_for(shell.sandbox.read_changed_files(["/a"]))
     assert taken.files["/a/x"].contents == b"x\n"
 
 
 def test_put_into_a_full_disk_is_refused_and_no_failure(shells: Shells) -> None:
     with shells.open(disk_bytes=1 << 20) as shell:
         shell.run("dd if=/dev/zero of=/x bs=1M count=5")
-        with pytest.raises(SandboxRefusalError, match="/app/y: No space left on device"):
-            shell.wait_for(shell.sandbox.put({"/app/y": b"z" * 5000}))
+        with pytest.raises(SandboxFilesError, match="/app/y: No space left on device"):
+            shell.wait_for(shell.sandbox.write_files({"/app/y": b"z" * 5000}))
         assert shell.output("rm /x; echo works") == "works\n"
 
 
@@ -184,11 +188,11 @@ def test_hostile_trees_are_refused_and_no_failure(shells: Shells) -> None:
     with shells.open(disk_bytes=8 << 20) as shell:
         code = "import os\nfor _ in range(900): os.mkdir('d'); os.chdir('d')"
         shell.output(f'mkdir /deep; cd /deep; python3 -c "{code}"')
-        with pytest.raises(SandboxRefusalError, match="more than 200 nested directories"):
+        with pytest.raises(SandboxFilesError, match="more than 200 nested directories"):
             shell.wait_for(shells.pool.snapshot(shell.sandbox))
     with shells.open(disk_bytes=8 << 20) as shell:
         shell.output("for i in 1 2 3; do truncate -s 7M /sparse$i; done")
-        with pytest.raises(SandboxRefusalError, match="limit of size or number"):
+        with pytest.raises(SandboxFilesError, match="limit of size or number"):
             shell.wait_for(shells.pool.snapshot(shell.sandbox))
         assert shell.output("echo works") == "works\n"
 

@@ -14,7 +14,7 @@ from rl_loop.sandbox.shell import (
     ShellLimits,
     ShellSandbox,
     ShellSandboxConfig,
-    ShellSandboxes,
+    ShellSandboxPool,
 )
 
 SECONDS = 60.0
@@ -30,8 +30,8 @@ class Shells:
         self.pool = self.wait_for(self._make(config))
         self.image: Image = self.wait_for(self.pool.load(HOST_PYTHON_IMAGE))
 
-    async def _make(self, config: ShellSandboxConfig) -> ShellSandboxes:
-        pool = ShellSandboxes(config)
+    async def _make(self, config: ShellSandboxConfig) -> ShellSandboxPool:
+        pool = ShellSandboxPool(config)
         await pool.start()
         return pool
 
@@ -43,7 +43,7 @@ class Shells:
 
     def open(self, image: Image | None = None, **wanted: int) -> Shell:
         """Open a sandbox with limits that are lowered to the wanted values."""
-        limits: ShellLimits = self.pool.config.limits.capped(**wanted)
+        limits: ShellLimits = self.pool.config.limits.model_copy(update=wanted)
         sandbox = self.wait_for(self.pool.open(image or self.image, limits=limits))
         return Shell(self, sandbox)
 

@@ -1,4 +1,4 @@
-"""Pool of shell sandboxes of one process."""
+"""Pool of shell sandboxes in one process."""
 
 import asyncio
 import logging
@@ -26,10 +26,10 @@ from rl_loop.sandbox.shell.sandbox import ShellSandbox
 logger = logging.getLogger(__name__)
 
 
-class ShellSandboxes:
-    """Opens shell sandboxes, up to ``config.most`` at a time.
+class ShellSandboxPool:
+    """Opens shell sandboxes, up to ``config.max_sandboxes`` at a time.
 
-    Use it as ``async with ShellSandboxes(config) as sandboxes``, on one event loop. Sandboxes end
+    Use it as ``async with ShellSandboxPool(config) as pool``, on one event loop. Sandboxes end
     with this process, even if it is killed.
     """
 
@@ -37,12 +37,12 @@ class ShellSandboxes:
         self.config = config or ShellSandboxConfig()
         self._store: ImageStore | None = None
         self._server: ForkServer | None = None
-        self._places = asyncio.Semaphore(self.config.most)
+        self._slots = asyncio.Semaphore(self.config.max_sandboxes)
         self._cgroup_base: Path | None = None
         self._filter = ""
         self._images: dict[str, Image] = {}
         self._loading = asyncio.Lock()
-        self._numbers = count()
+        self._next_sandbox = count()
         self._open: set[ShellSandbox] = set()
         self._snapshots: list[str] = []
 
@@ -82,11 +82,11 @@ class ShellSandboxes:
         environment: Mapping[str, str] | None = None,
         working_directory: str | None = None,
     ) -> ShellSandbox:
-        """Start a sandbox. It waits while ``config.most`` sandboxes are open.
+        """Start a sandbox. It waits while ``config.max_sandboxes`` sandboxes are open.
 
         Args:
             image: file system.
-            limits: limits of the sandbox. Default: those of the configuration.
+            limits: limits of the sandbox, instead of those of the configuration.
             environment: further variables of all commands.
             working_directory: directory of commands. Default: that of the image.
 
@@ -94,7 +94,7 @@ class ShellSandboxes:
             SandboxError: if it does not start.
         """
         limits = limits or self.config.limits
-        await self._places.acquire()
+        await self._slots.acquire()
         here, there = socket.socketpair()
         here.setblocking(False)
         sandbox = ShellSandbox(here, limits, lambda: self._forget(sandbox))
@@ -123,7 +123,7 @@ class ShellSandboxes:
         ``store.delete_snapshot(name)`` deletes it earlier.
 
         Raises:
-            SandboxRefusalError: if the files exceed a limit of the sandbox.
+            SandboxFilesError: if the changed files exceed a limit of size, number or nesting.
         """
         with self.store.temporary_file() as archive:
             await sandbox.write_layer(archive)
@@ -151,7 +151,7 @@ class ShellSandboxes:
 
     def _forget(self, sandbox: ShellSandbox) -> None:
         self._open.discard(sandbox)
-        self._places.release()
+        self._slots.release()
 
     async def _live_server(self) -> ForkServer:
         """Return the server. A new one replaces a server that has ended."""
@@ -197,12 +197,12 @@ class ShellSandboxes:
         allowed = sorted(os.sched_getaffinity(0))
         if wanted is None or wanted >= len(allowed):
             return None
-        first = next(self._numbers) * wanted
+        first = next(self._next_sandbox) * wanted
         return [allowed[(first + index) % len(allowed)] for index in range(wanted)]
 
 
 async def check_shell_sandboxes(config: ShellSandboxConfig | None = None) -> float:
-    """Run one command in a sandbox, because only that proves that this machine allows it.
+    """Start a sandbox and run a command, to check that this machine supports shell sandboxes.
 
     Without a configuration, the image is stored in a temporary directory.
 
@@ -216,10 +216,10 @@ async def check_shell_sandboxes(config: ShellSandboxConfig | None = None) -> flo
     with tempfile.TemporaryDirectory(dir="/var/tmp") as folder:
         config = config or ShellSandboxConfig(store=Path(folder))
         try:
-            async with ShellSandboxes(config) as sandboxes:
-                image = await sandboxes.load(HOST_IMAGE)
+            async with ShellSandboxPool(config) as pool:
+                image = await pool.load(HOST_IMAGE)
                 began = time.monotonic()
-                async with await sandboxes.open(image) as sandbox:
+                async with await pool.open(image) as sandbox:
                     seconds = time.monotonic() - began
                     command = "id -u; ls /proc/1/fd 2>&1 | wc -l; touch /new && ls /new"
                     result = await sandbox.run(command, seconds=20.0)
