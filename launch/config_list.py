@@ -14,7 +14,7 @@ from rich.table import Table
 from launch.gpus import KNOWN_GPUS, planned_hardware
 from launch.placement import gpus_needed
 from megatron_gptoss.planning.memory import predict_fullest_stage
-from megatron_gptoss.planning.memory_advice import ACCURACY, Hardware, exceeds_memory
+from megatron_gptoss.planning.memory_advice import PREDICTION_TOLERANCE, Hardware, exceeds_memory
 from rl_loop.config.errors import ConfigError
 from rl_loop.config.every_run import RunConfig
 from rl_loop.config.load import load_run_config, read_yaml
@@ -161,7 +161,7 @@ def _prediction(config: RunConfig, hardware: Hardware) -> dict[str, Any]:
     if exceeds_memory(inputs, hardware):
         fit = "too large"
     else:
-        fit = "fits" if needed <= (1 - ACCURACY) * hardware.gigabytes else "tight"
+        fit = "fits" if needed <= (1 - PREDICTION_TOLERANCE) * hardware.gigabytes else "tight"
     return {"fit": fit, "needed_gb": round(needed, 1), "gpu_gb": hardware.gigabytes}
 
 

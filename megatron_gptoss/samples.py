@@ -20,8 +20,10 @@ from megatron_gptoss.token_columns import (
 )
 
 ROUTES = "routed_experts"
-"""Name of the routes where columns are chosen by name. They are not a per-token column: they have
-a different shape and are loaded late."""
+"""Name under which ``join`` and ``take`` accept routes.
+
+Routes are not a per-token column: they have a different shape and are loaded late.
+"""
 
 NO_TEACHER = -1
 """Number in ``TrainingSamples.teachers`` of sequences that no teacher scores."""
@@ -42,18 +44,25 @@ class TrainingSamples(TokenColumns[np.ndarray]):
     """int64 [n + 1]: start of each sequence, and the number of tokens."""
     routed_experts: Sequence[Any] | None = None
     """Per sequence uint8 or int16 [its tokens - 1, layers, top_k] (``megatron_gptoss.routes``), or
-    a reference with shape and dtype. Not joined, because routes need ten times the memory of all
-    columns. Packing copies them once."""
+    a reference with shape and dtype.
+
+    Not joined, because routes need ten times the memory of all columns. Packing copies them once.
+    """
     episodes: np.ndarray | None = None
     """int64 [n]: each sequence's episode index. None if each sequence is an episode."""
     groups: np.ndarray | None = None
     """int64 [n]: index of the task that each sequence is a sample of. None if each has its own."""
     teachers: np.ndarray | None = None
-    """int64 [n]: index of the teacher that scores each sequence, or NO_TEACHER. None if the only
-    teacher scores all."""
+    """int64 [n]: index of the teacher that scores each sequence, or NO_TEACHER.
+
+    None if the only teacher scores all.
+    """
     teacher_views: "TrainingSamples | None" = None
-    """The sequences as their teachers see them, with INPUT_COLUMNS. A prompt may differ. All later
-    tokens, and the loss mask of these, are equal. None if teachers see the sequences themselves."""
+    """The sequences as their teachers see them, with INPUT_COLUMNS.
+
+    A prompt may differ. All later tokens, and the loss mask of these, are equal. None if teachers
+    see the sequences themselves.
+    """
     names: Sequence[str] = field(default=())
     """Names of the sequences in messages. Empty: "sample" and the index."""
 
@@ -84,8 +93,10 @@ class TrainingSamples(TokenColumns[np.ndarray]):
 
     @property
     def loss_tokens(self) -> np.ndarray:
-        """int64 [n]: number of labels in the loss of each sequence. The first token of a sequence
-        is not a label."""
+        """int64 [n]: number of labels in the loss of each sequence.
+
+        The first token of a sequence is not a label.
+        """
         # Row by row, because the first entry of the mask is unused and may have any value.
         labels = [np.count_nonzero(row[1:]) for row in self.rows("loss_mask")]
         return np.array(labels, dtype=np.int64)
@@ -152,6 +163,8 @@ class TrainingSamples(TokenColumns[np.ndarray]):
     def take(self, sequences: Sequence[int], columns: Sequence[str] | None = None) -> Self:
         """Return some sequences: copies of the per-token columns, and the same routes.
 
+        The result has no ``teacher_views``. ``plan_teachers`` takes them separately.
+
         Args:
             sequences: indices of the sequences, in the order of the result.
             columns: names of the columns to take, ROUTES among them; all by default.
@@ -198,7 +211,7 @@ class TrainingSamples(TokenColumns[np.ndarray]):
         return replace(self, routed_experts=routes)
 
     def without_routes(self) -> Self:
-        """Return the sequences without routes: the routers of the trainer choose."""
+        """Return the sequences without routes, so the trainer's routers choose experts."""
         return replace(self, routed_experts=None)
 
     # -- checks -----------------------------------------------------------------------------------
@@ -217,7 +230,7 @@ class TrainingSamples(TokenColumns[np.ndarray]):
             if numbers is not None and numbers.shape != (len(self),):
                 raise ColumnError(f"{name} has shape {list(numbers.shape)}, expected [{len(self)}]")
 
-        # Also finds offsets that fall.
+        # Also detects decreasing offsets.
         empty = np.diff(offsets) < 1
         if empty.any():
             raise ColumnError(f"{self.sequence_name(int(empty.argmax()))} has no tokens")
@@ -278,8 +291,10 @@ def _join_column(
     names: Sequence[str],
     lengths: Sequence[int],
 ) -> np.ndarray | None:
-    """Join one column of all sequences. Returns None if the column is optional and no sequence has
-    it."""
+    """Join one column of all sequences.
+
+    Returns None if the column is optional and no sequence has it.
+    """
     is_required = name in INPUT_COLUMNS
     if not is_required and all(sequence.get(name) is None for sequence in sequences):
         return None

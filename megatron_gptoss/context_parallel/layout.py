@@ -13,10 +13,10 @@ from typing import Any, NamedTuple
 
 from megatron_gptoss.context_parallel.segments import RowSegments
 
-CUT_FRACTIONS = (2, 4, 8, 16)
-"""Candidates for n: sequences longer than a rank's tokens / n are cut.
+CUT_DIVISORS = (2, 4, 8, 16)
+"""Divisors n to try, in order.
 
-The first n that balances the work is used.
+Sequences longer than (tokens per rank) / n are cut. The first n that balances the work is used.
 """
 MAX_IMBALANCE = 1.02
 """Accepted work of the busiest rank relative to the mean."""
@@ -137,6 +137,16 @@ def balanced_layout(
 
     Raises:
         ValueError: the number of tokens is not a multiple of ``size``.
+
+    Example:
+        Sequences of 8, 2 and 2 tokens on two ranks. Only the first is longer than 6 / 2 tokens, so
+        it is cut into four chunks. Rank 0 gets its first and last chunk.
+
+        >>> layout = balanced_layout((0, 8, 10, 12), size=2)
+        >>> for rank, spans in enumerate(layout.spans):
+        ...     print([tuple(span) for span in spans], layout.pairs(rank))
+        [(0, 0, 2), (0, 6, 8), (1, 0, 2)] 21
+        [(0, 2, 6), (2, 0, 2)] 21
     """
     tokens = offsets[-1]
     if tokens % size:
@@ -149,8 +159,8 @@ def balanced_layout(
     # Use the coarsest cut that balances, because whole sequences need no messages. If none
     # balances, use the finest.
     segments = RowSegments(offsets, parents)
-    for fraction in CUT_FRACTIONS:
-        layout = _assign_sequences(segments, size, fraction)
+    for divisor in CUT_DIVISORS:
+        layout = _assign_sequences(segments, size, divisor)
         work = [layout.pairs(rank) for rank in range(size)]
         if max(work) * size <= MAX_IMBALANCE * sum(work):
             break
@@ -199,8 +209,8 @@ class _Ranks:
         return min(fitting, key=lambda rank: (self.pairs[rank], self.tokens[rank]))
 
 
-def _assign_sequences(segments: RowSegments, size: int, fraction: int) -> ContextLayout:
-    """Assign the sequences to ranks; cut those longer than a rank's tokens / ``fraction``."""
+def _assign_sequences(segments: RowSegments, size: int, divisor: int) -> ContextLayout:
+    """Assign the sequences to ranks; cut those longer than (tokens per rank) / ``divisor``."""
     # Longest first: short sequences then fill the gaps.
     capacity = segments.tokens // size
     lengths = segments.lengths
@@ -209,24 +219,23 @@ def _assign_sequences(segments: RowSegments, size: int, fraction: int) -> Contex
     ranks = _Ranks(size)
     for sequence in longest_first:
         length = lengths[sequence]
-        first = segments.depths[sequence]
-        last = first + length
-        if length * fraction > capacity and size > 1:
-            _assign_mirrored_chunks(ranks, TokenSpan(sequence, first, last))
+        start = segments.depths[sequence]
+        end = start + length
+        if length * divisor > capacity and size > 1:
+            _assign_mirrored_chunks(ranks, TokenSpan(sequence, start, end))
             continue
 
         # Keep the sequence whole: assign it to the rank with the least work that has space.
         rank = ranks.least_busy_with_space(length, capacity)
         if rank is not None:
-            ranks.assign(rank, TokenSpan(sequence, first, last))
+            ranks.assign(rank, TokenSpan(sequence, start, end))
             continue
 
         # It does not fit on any rank as a whole, so fill the ranks one after another.
-        start = first
         for rank in ranks.by_tokens():
-            end = min(last, start + capacity - ranks.tokens[rank])
-            ranks.assign(rank, TokenSpan(sequence, start, end))
-            start = end
+            part_end = min(end, start + capacity - ranks.tokens[rank])
+            ranks.assign(rank, TokenSpan(sequence, start, part_end))
+            start = part_end
 
     # Put shared spans first. The tokens that a rank sends in an all-gather are then one slice.
     ordered = [_in_order(spans, segments) for spans in ranks.spans]

@@ -10,8 +10,12 @@ from megatron_gptoss.planning.memory import MemoryPrediction, predict_fullest_st
 from megatron_gptoss.planning.memory_inputs import MemoryInputs
 from megatron_gptoss.planning.state_memory import host_memory_of_save
 
-ACCURACY = 0.05
-"""Relative accuracy of predictions. A plan with less free GPU memory is reported as tight."""
+PREDICTION_TOLERANCE = 0.05
+"""Relative accuracy of predictions.
+
+Below this share of free GPU memory, the plan says "fits, but only just" and ``gptoss list`` says
+"tight".
+"""
 
 
 @dataclass(frozen=True)
@@ -52,7 +56,10 @@ def layouts_that_fit(
 
 
 def _complexity(layout: ParallelConfig) -> tuple[int, ...]:
-    """Return a sort key that prefers little model parallelism and few ranks per expert group."""
+    """Return a sort key that puts layouts with less model parallelism first.
+
+    Among layouts with equal model parallelism, smaller expert groups come first.
+    """
     sharers = layout.tensor * layout.pipeline * layout.context
     return sharers, layout.tensor, layout.pipeline, layout.expert
 
@@ -133,8 +140,8 @@ def _successive_changes(
     inputs = replace(inputs, tokens=half)
     yield f"training.max_tokens_per_micro_batch={half}", inputs
 
-    # After all settings that leave the sums of gradients as they are: this one loses digits with
-    # every micro-batch.
+    # bf16 gradients lose precision with every micro-batch, so try this after the settings that keep
+    # fp32 sums.
     inputs = _change_optimizer(inputs, gradient_dtype="bf16")
     yield "optimizer.gradient_dtype=bf16", inputs
 
@@ -252,7 +259,7 @@ def _verdict(inputs: MemoryInputs, prediction: MemoryPrediction, hardware: Hardw
             f"{_host_bytes(inputs, prediction, hardware) / 1e9:.1f} GB of a node's "
             f"{hardware.host_gigabytes:g} GB of memory, {excess / 1e9:.1f} GB too much"
         )
-    fits = "fits" if needed <= (1 - ACCURACY) * present else "fits, but only just"
+    fits = "fits" if needed <= (1 - PREDICTION_TOLERANCE) * present else "fits, but only just"
     return f"{fits}: {text}, {present - needed:.1f} GB to spare"
 
 

@@ -5,9 +5,11 @@ A message is a dictionary as in OpenAI's chat format:
     role        "system" or "developer", "user", "assistant", "tool"
     content     text, or a list of parts {"type": "text", "text": ...}
     tool_calls  functions that the assistant calls: [{"function": {"name", "arguments"}}]
+    name, tool_call_id
+                of a tool output; only clients' outputs are matched by them, and neither is rendered
 
-ChatML has no ``name`` or ``tool_call_id`` of a tool output. Outputs belong to calls by their
-order. Keys that only Harmony supports (thinking, channels, recipients) are errors.
+In ChatML, outputs belong to calls by their order. Keys that only Harmony supports (thinking,
+channels, recipients) are errors.
 """
 
 import json
@@ -164,7 +166,7 @@ def _chat_message(message: Any) -> ChatMessage:
         known = ", ".join(sorted(ALLOWED_KEYS[role]))
         raise ValueError(f"{unknown[0]!r} cannot be rendered in ChatML. Known keys: {known}")
 
-    # "developer" is the same as "system", as in Harmony. ChatML has no other role for instructions.
+    # As for Harmony prompts, our input accepts "developer" and "system" as one role.
     role_of_chatml: Role = "system" if role == "developer" else role
     calls = message.get("tool_calls") or []
     if not isinstance(calls, list):

@@ -22,9 +22,9 @@ class PassRateConfig(StrictModel):
     """Episodes of ``gptoss eval`` on the same tasks. Tasks without episodes are kept. null if the
     run measures the pass rates."""
     retry: float | None = Field(None, gt=0, lt=1)
-    """Probability of using a task again after its episodes in a step were outside of the limits,
-    and retry ** n after n such steps in a row, at least 0.05 (GRESO, arXiv 2506.02177). null: the
-    run measures no pass rates, and the tasks that ``episodes`` excludes are never used."""
+    """Probability of using a task again after a group outside of the limits, and retry ** n after n
+    groups in a row outside of the limits, at least 0.05 (GRESO, arXiv 2506.02177). null: the run
+    measures no pass rates, and the tasks that ``episodes`` excludes are never used."""
     minimum: float = Field(0.05, ge=0, le=1)
     """Minimum share of correct episodes."""
     maximum: float = Field(0.95, ge=0, le=1)

@@ -49,7 +49,7 @@ def explain(error: BaseException, directory: Path | None = None) -> str:
     appended to ``error.log`` in ``directory``, and the line names the file. If this fails, a
     temporary file is used.
     """
-    failure = find_cause(error)
+    failure = describe_cause(error)
     if failure.is_full_disk:
         return f"{failure.message}. Free disk space, then continue with --resume"
     # The message of a user error is written for this place and already has a remedy.
@@ -73,8 +73,8 @@ def explain(error: BaseException, directory: Path | None = None) -> str:
     return f"{line.removesuffix('.')}. The traceback is in {log}"
 
 
-def find_cause(error: BaseException) -> ErrorReport:
-    """Return the root cause of ``error``. Ray may wrap the exception of an actor."""
+def describe_cause(error: BaseException) -> ErrorReport:
+    """Describe the root cause of ``error``. Ray may wrap the exception of an actor."""
     notes = tuple(getattr(error, "__notes__", ()))
     cause = root_cause(error)
 

@@ -1,4 +1,4 @@
-"""Equality of expressions, first at some points, then by algebra if points are not enough."""
+"""Equality of expressions, first at some points, then by algebra if points may be insufficient."""
 
 from collections.abc import Sequence
 from fractions import Fraction
@@ -14,7 +14,9 @@ DIGITS = 60
 EQUAL = sympy.Float(10) ** -45
 """Maximum relative difference of equal values."""
 MAX_MAGNITUDE = 10**18
-"""Values with larger numbers, or smaller inverses, may differ by less than EQUAL."""
+"""Largest numerator, denominator or power for which agreement at points is trusted."""
+MAX_EXPONENT = 60
+"""Largest exponent for which agreement at points is trusted."""
 POINTS = (
     Fraction(7, 19),
     Fraction(-31, 17),
@@ -38,12 +40,15 @@ OPAQUE = (
 
 
 def equivalent_values(one: Expr, other: Expr) -> bool:
-    """Return True if two expressions are equal for all values of their variables."""
+    """Return True if two expressions agree.
+
+    They must agree at POINTS and, where points may be insufficient, by algebra.
+    """
     if one == other:
         return True
     # Infinite values equal only themselves, which was checked above. ``is_finite`` is None if sympy
     # does not know it.
-    if not (one.is_finite is not False and other.is_finite is not False):
+    if one.is_finite is False or other.is_finite is False:
         return False
     # sympy reduces rationals, so different ones have been found unequal above.
     if one.is_Rational and other.is_Rational:
@@ -62,14 +67,14 @@ def equivalent_values(one: Expr, other: Expr) -> bool:
     difference = sympy.expand(one - other)
     if difference == 0:
         return True
-    # Agreement in DIGITS digits is enough proof, unless terms are too small to be visible.
+    # Agreement within EQUAL is enough proof, unless terms are too small to be visible.
     if _has_usual_numbers(one) and _has_usual_numbers(other):
         return True
     return bool(sympy.simplify(difference) == 0)
 
 
 def _replace_functions(one: Expr, other: Expr) -> tuple[Expr, Expr]:
-    """Replace functions by variables if a few points do not prove equality: f(x), |x|."""
+    """Replace OPAQUE functions, such as f(x) and |x|, by variables."""
     dummies: dict[Expr, Expr] = {}
 
     def replaced(function: Expr) -> Expr:
@@ -133,7 +138,7 @@ def _has_usual_numbers(value: Expr) -> bool:
             return False
     for exponent in (power.exp for power in value.atoms(sympy.Pow)):
         # x^100 is tiny or huge at some points, and hides other terms there.
-        if exponent.is_number and abs(exponent.evalf(15)) > 60:
+        if exponent.is_number and abs(exponent.evalf(15)) > MAX_EXPONENT:
             return False
     return not value.has(sympy.factorial, sympy.exp)
 

@@ -76,8 +76,7 @@ class Judge:
         """Return the score of an answer, from 0 to 1.
 
         Returns:
-            The score. None if the judge gives no verdict on this answer, but on a harmless answer
-            to the same task.
+            The score. None if the judge gives no score to this answer, but one to CONTROL_ANSWER.
 
         Raises:
             CheckerError: if the judge fails. The message names the address, and not the key.

@@ -11,7 +11,7 @@ from megatron_gptoss.user_error import UserError
 SCORE_PART = "judge"
 """Reward part with the score of the judge, from 0 to 1."""
 UNSCORED_PART = "judge_unscored"
-"""Reward part: 1 if the judge gave no verdict on this answer, but on a harmless one."""
+"""Reward part: 1 if the judge could not score this answer although it scored the control answer."""
 
 
 class JudgeConfig(BaseModel):

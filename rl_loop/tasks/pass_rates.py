@@ -17,8 +17,8 @@ MIN_PROBABILITY = 0.05
 class TaskSelection:
     """Skips training tasks whose newest pass rates in this run were outside of the limits.
 
-    A task is used with probability ``retry`` ** n, where n is the number of its newest groups in a
-    row that were outside (GRESO, arXiv 2506.02177). A group within the limits resets n to 0.
+    A task is used with probability ``retry`` ** n after n groups in a row outside of the limits
+    (GRESO, arXiv 2506.02177). A group within the limits resets n to 0.
 
     The choice depends only on seed, position and the groups of steps that have ended before a step
     could begin. Therefore a resumed run chooses the same tasks.

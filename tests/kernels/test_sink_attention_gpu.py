@@ -46,9 +46,11 @@ def random_inputs(lengths, heads=64, kv_heads=8, seed=0):
 def run(backend, q, k, v, sinks, grad_o, cu_seqlens, window):
     leaves = [x.detach().requires_grad_() for x in (q, k, v, sinks)]
     longest = packed_layout(cu_seqlens).longest
-    if backend == "folded":
+    if backend == "added_sink":
         segments = AttentionSegments(cu_seqlens, cu_seqlens, longest, longest)
-        passes = flash.folded_passes(flash4_kernels(), segments, window, q.shape[2] ** -0.5)
+        passes = flash.passes_with_added_sink(
+            flash4_kernels(), segments, window, q.shape[2] ** -0.5
+        )
         out, lse = SinkAttentionFunction.apply(*leaves, passes)
     else:
         packing = {"cu_seqlens": cu_seqlens, "max_seqlen": longest}
@@ -80,7 +82,7 @@ OURS = pytest.mark.parametrize(("backend", "window"), [("hopper", 128), ("hopper
 
 
 def need(backend, window):
-    name = "flash4" if backend == "folded" else backend
+    name = "flash4" if backend == "added_sink" else backend
     device = torch.device("cuda", torch.cuda.current_device())
     reason = unsupported_reason(name, ShapeClass(device, torch.bfloat16, 64, 8, 64, window))
     if reason:
@@ -123,7 +125,7 @@ def test_rows_may_have_o_and_lse_of_more_keys():
         assert error(x, y) <= bound
 
 
-@pytest.mark.parametrize("backend", ["flash4", "folded", "flash3"])
+@pytest.mark.parametrize("backend", ["flash4", "added_sink", "flash3"])
 @pytest.mark.parametrize("window", [None, 128])
 def test_flash_backends_are_within_bf16_of_fp64(backend, window):
     need(backend, window)
@@ -132,7 +134,7 @@ def test_flash_backends_are_within_bf16_of_fp64(backend, window):
 
 
 @pytest.mark.parametrize(
-    ("backend", "window"), [("hopper", 128), ("hopper", None), ("folded", 128)]
+    ("backend", "window"), [("hopper", 128), ("hopper", None), ("added_sink", 128)]
 )
 @pytest.mark.parametrize("sink", [-1e4, 0.0, 30.0])
 def test_extreme_sinks_give_finite_correct_results(backend, window, sink):

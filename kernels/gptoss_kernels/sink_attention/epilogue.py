@@ -21,7 +21,9 @@ TOKENS_PER_BLOCK = 64
 
 
 @triton.jit
-def _fold_kernel(o, lse, sinks, tokens, HEADS: tl.constexpr, D: tl.constexpr, TOKENS: tl.constexpr):
+def _add_sink_kernel(
+    o, lse, sinks, tokens, HEADS: tl.constexpr, D: tl.constexpr, TOKENS: tl.constexpr
+):
     token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     head = tl.program_id(1)
     inside = token < tokens
@@ -31,16 +33,16 @@ def _fold_kernel(o, lse, sinks, tokens, HEADS: tl.constexpr, D: tl.constexpr, TO
     lse_row = lse + head.to(tl.int64) * tokens + token
     plain = tl.load(lse_row, mask=inside, other=0.0)
     top = tl.maximum(plain, sink)
-    folded = top + tl.log(tl.exp(plain - top) + tl.exp(sink - top))
+    combined = top + tl.log(tl.exp(plain - top) + tl.exp(sink - top))
 
     # Scale O in place: the caller needs no copy of plain attention's O. 64-bit offsets: 2**19
     # tokens with 64 heads of size 64 are 2**31 elements.
     column = tl.arange(0, D)
     where = o + token[:, None].to(tl.int64) * (HEADS * D) + head * D + column[None, :]
     values = tl.load(where, mask=inside[:, None], other=0.0).to(tl.float32)
-    values = values * tl.exp(plain - folded)[:, None]
+    values = values * tl.exp(plain - combined)[:, None]
     tl.store(where, values.to(o.dtype.element_ty), mask=inside[:, None])
-    tl.store(lse_row, folded, mask=inside)
+    tl.store(lse_row, combined, mask=inside)
 
 
 @triton.jit
@@ -75,7 +77,7 @@ def _sink_gradient_kernel(
     tl.store(shares + block * HEADS + head, -share)
 
 
-def fold_sink(o: Tensor, lse: Tensor, sinks: Tensor) -> None:
+def add_sink(o: Tensor, lse: Tensor, sinks: Tensor) -> None:
     """Add the sinks to the results of plain attention, in place.
 
     Args:
@@ -89,7 +91,7 @@ def fold_sink(o: Tensor, lse: Tensor, sinks: Tensor) -> None:
 
     grid = (triton.cdiv(tokens, TOKENS_PER_BLOCK), heads)
     with torch.cuda.device(o.device):
-        _fold_kernel[grid](o, lse, sinks, tokens, heads, head_size, TOKENS_PER_BLOCK)
+        _add_sink_kernel[grid](o, lse, sinks, tokens, heads, head_size, TOKENS_PER_BLOCK)
 
 
 def sink_gradient(o: Tensor, grad_o: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Adapters of FlashAttention-3 (unpatched) and flash-attn-4 (with its learnable sink).
+"""Wrappers of FlashAttention-3 (unpatched) and flash-attn-4 (with its learnable sink).
 
 FlashAttention-3 has no sink, so epilogue.py adds it afterwards. On machines without
 FlashAttention-3, ``tests/support/kernels/plain_flash4.py`` tests this path with flash-attn-4 and
@@ -33,10 +33,10 @@ class PlainKernels:
     """Value of the package for an unlimited window."""
 
 
-def folded_passes(
+def passes_with_added_sink(
     kernels: PlainKernels, segments: AttentionSegments, window: int | None, scale: float
 ) -> AttentionPasses:
-    """Return ``folded_forward`` and ``folded_backward`` bound to a packing, window and scale.
+    """Return the two passes with an added sink, bound to a packing, window and scale.
 
     Args:
         kernels: kernels of the package.
@@ -51,12 +51,12 @@ def folded_passes(
         "scale": scale,
     }
     return AttentionPasses(
-        forward=functools.partial(folded_forward, **bound),
-        backward=functools.partial(folded_backward, **bound),
+        forward=functools.partial(forward_with_added_sink, **bound),
+        backward=functools.partial(backward_with_added_sink, **bound),
     )
 
 
-def folded_forward(
+def forward_with_added_sink(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -82,16 +82,16 @@ def folded_forward(
         O [tokens, heads, head_size] and LSE [tokens, heads] fp32.
     """
     # Imported here, so that importing this module does not load Triton.
-    from gptoss_kernels.sink_attention.epilogue import fold_sink
+    from gptoss_kernels.sink_attention.epilogue import add_sink
 
     options = packing_options(segments, window, kernels.unbounded)
     # FlashAttention returns LSE as [heads, tokens]. This package uses [tokens, heads].
     o, lse = kernels.forward(q, k, v, window is None, softmax_scale=scale, **options)
-    fold_sink(o, lse, sinks)
+    add_sink(o, lse, sinks)
     return o, lse.t()
 
 
-def folded_backward(
+def backward_with_added_sink(
     saved: SavedTensors,
     grad_o: Tensor,
     kernels: PlainKernels,

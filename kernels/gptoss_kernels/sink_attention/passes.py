@@ -36,7 +36,7 @@ def bind_passes(
     """
     # FlashAttention needs the offsets on the device; the other backends use the host's layout.
     if backend == "flash3":
-        return flash.folded_passes(flash.flash3_kernels(), segments, window, scale)
+        return flash.passes_with_added_sink(flash.flash3_kernels(), segments, window, scale)
 
     forward, backward = OWN_PASSES[backend]
     return AttentionPasses(

@@ -222,7 +222,7 @@ def test_expert_shards_of_all_ranks_make_the_whole(ranks: int) -> None:
 
 def test_five_blocks_are_sharded_as_three_and_two() -> None:
     shards = [expert_storage.ExpertShard.of(rank, 2, 160) for rank in range(2)]
-    assert [(shard.first, shard.last) for shard in shards] == [(0, 96), (96, 160)]
+    assert [(shard.start, shard.end) for shard in shards] == [(0, 96), (96, 160)]
 
 
 # -- syncs ----------------------------------------------------------------------------------------

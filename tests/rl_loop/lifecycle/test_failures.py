@@ -16,7 +16,7 @@ from converters.errors import ConversionError
 from megatron_gptoss.user_error import UserError
 from rl_loop.config.errors import ConfigError
 from rl_loop.engines.completions import EndpointError
-from rl_loop.lifecycle.failures import explain, find_cause, last_exception
+from rl_loop.lifecycle.failures import describe_cause, explain, last_exception
 from rl_loop.tracking.run_directory import RunWriteError
 
 
@@ -88,8 +88,8 @@ def test_pickled_write_error_keeps_message_errno_and_bases() -> None:
 def test_cause_nested_in_two_actor_errors_is_found() -> None:
     """A rollout worker passes on such an error of a server's actor."""
     outer = actor_error(actor_error(ValueError("no such token")))
-    assert find_cause(outer).kind == "ValueError"
-    assert find_cause(outer).message == "no such token"
+    assert describe_cause(outer).kind == "ValueError"
+    assert describe_cause(outer).message == "no such token"
 
 
 def test_traceback_is_in_a_temporary_file_without_a_directory(tmp_path: Path) -> None:

@@ -50,11 +50,12 @@ class WrongWeightsError(ValueError):
 
 @dataclass(frozen=True)
 class ExpertShard:
-    """A tensor-parallel rank's part of the experts' intermediate size: [first, last)."""
+    """A tensor-parallel rank's part of the experts' intermediate size: [start, end)."""
 
-    first: int
-    last: int
-    """End of the part, exclusive."""
+    start: int
+    """First channel of the part."""
+    end: int
+    """Channel after the last one."""
     is_first_rank: bool
 
     @classmethod
@@ -67,8 +68,8 @@ class ExpertShard:
         # none.
         per_rank = -(-intermediate_size // BLOCK // ranks) * BLOCK
         return cls(
-            first=min(rank * per_rank, intermediate_size),
-            last=min((rank + 1) * per_rank, intermediate_size),
+            start=min(rank * per_rank, intermediate_size),
+            end=min((rank + 1) * per_rank, intermediate_size),
             is_first_rank=rank == 0,
         )
 
@@ -88,7 +89,7 @@ class ExpertShard:
             # Rows of gate and up alternate. Each rank has all inputs, and with them the whole A.
             if source.endswith("lora_A"):
                 return whole
-            return whole[:, 2 * self.first : 2 * self.last]
+            return whole[:, 2 * self.start : 2 * self.end]
 
         if source == "down_proj_bias":
             # The outputs of the ranks are summed, so only one rank adds the bias.
@@ -99,11 +100,11 @@ class ExpertShard:
         if source.endswith("lora_B"):
             return whole
         if source.endswith("lora_A"):
-            return whole[:, :, self.first : self.last]
+            return whole[:, :, self.start : self.end]
 
         # A byte of blocks holds 2 inputs, a scale belongs to 32.
         columns = 2 if source.endswith("_blocks") else BLOCK
-        return whole[:, :, self.first // columns : self.last // columns]
+        return whole[:, :, self.start // columns : self.end // columns]
 
 
 @dataclass(frozen=True)
@@ -155,7 +156,7 @@ class LayerExperts:
 
     def shape(self, name: str, *, padded: bool = False) -> tuple[int, int]:
         """Return rows and inputs of this rank's matrix, without or with SGLang's padding."""
-        inner = self.padded_intermediate_size if padded else self.shard.last - self.shard.first
+        inner = self.padded_intermediate_size if padded else self.shard.end - self.shard.start
         if name.startswith("w2"):
             return self.hidden_size, inner
         return 2 * inner, self.hidden_size
