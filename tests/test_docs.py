@@ -14,6 +14,7 @@ import sys
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
+from textwrap import dedent, indent
 
 import pytest
 import typer
@@ -364,8 +365,9 @@ def test_mcp_example_plays_its_episode_and_loads(tmp_path: Path) -> None:
 
 
 def named_blocks(page: str) -> dict[str, str]:
-    """Return the code blocks of a page that have a file name."""
-    return dict(re.findall(r"^```\w+ (\S+)\n(.*?)^```", page, flags=re.S | re.M))
+    """Return the code blocks of a page that have a file name. Steps of a list indent theirs."""
+    blocks = re.findall(r"^ *```\w+ (\S+)\n(.*?)^ *```", page, flags=re.S | re.M)
+    return {name: dedent(text) for name, text in blocks}
 
 
 def test_tasks_page_writes_its_rows_and_configurations_load(tmp_path: Path) -> None:
@@ -385,7 +387,8 @@ def test_rewards_page_writes_its_tasks_and_configurations_load(
 ) -> None:
     page = (ROOT / "docs/rewards.md").read_text()
     files = named_blocks(page)
-    assert f"```\n{run_python(files.pop('make_tasks.py'), tmp_path)}```" in page
+    printed = indent(run_python(files.pop("make_tasks.py"), tmp_path), "   ")
+    assert f"   ```\n{printed}   ```" in page
     for name, text in files.items():
         (tmp_path / name).write_text(text)
     monkeypatch.syspath_prepend(tmp_path)
