@@ -132,6 +132,18 @@ class AdapterMapping:
 
         Returns:
             A and B with ``peft_shapes``.
+
+        Example:
+            Two experts with 3 outputs, 2 inputs and rank 2. Columns of B alternate between experts.
+
+            >>> mapping = AdapterMapping("down", 0, shape=(3, 2), rank=2, scale=1.0, experts=2)
+            >>> a = torch.arange(8).view(2, 2, 2)
+            >>> b = torch.tensor([[[1, 2], [3, 4], [5, 6]], [[10, 20], [30, 40], [50, 60]]])
+            >>> peft_a, peft_b = mapping.to_peft(a, b)
+            >>> peft_a.tolist()
+            [[0, 1], [2, 3], [4, 5], [6, 7]]
+            >>> peft_b.tolist()
+            [[1, 10, 2, 20], [3, 30, 4, 40], [5, 50, 6, 60]]
         """
         if self.kind == "embedding":
             return b.T.contiguous(), a.T.contiguous()
