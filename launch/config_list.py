@@ -47,7 +47,7 @@ class ListedConfig:
     gpus: int | None = None
     """GPUs of trainer and engines together. 0 if the configuration runs on CPUs."""
     fit: str | None = None
-    """"fits", "tight" (within the accuracy of the prediction) or "too large"."""
+    """"fits", "tight" (less free memory than PREDICTION_TOLERANCE) or "too large"."""
     needed_gb: float | None = None
     """Predicted peak of the fullest GPU, in GB (1e9 bytes)."""
     gpu_gb: float | None = None
