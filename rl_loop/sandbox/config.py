@@ -45,7 +45,7 @@ class SandboxConfig(BaseModel):
 
     timeout_seconds: float = Field(default=10.0, gt=0)
     """Wall-clock time of one call in seconds. After it all processes of the call are killed. Each
-    process has the same limit for processor time, but at least 10 s."""
+    process has the same limit for CPU time, but at least 10 s."""
 
     address_space_gb: float = Field(default=1.0, ge=0.14, allow_inf_nan=False)
     """Maximum address space of each process in a call, in GB (RLIMIT_AS). Increase it for large
