@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 
 from megatron_gptoss.config import AdapterConfig, ModelConfig
-from rl_loop.config.tinker import ApiConfig
+from rl_loop.config.tinker_api import ApiConfig
 from rl_loop.tinker.errors import ClientError, not_found
 from rl_loop.tinker.futures import RequestFutures
 from rl_loop.tinker.policy import Policy, SampleRequest, Samples

@@ -20,6 +20,7 @@ from safetensors.torch import load_file, save_file
 from megatron_gptoss.new_directory import OLD, PARTIAL, final_name, new_directory, restore
 from rl_loop.gateway.errors import ApiError
 from rl_loop.tinker.errors import ClientError, bad_request
+from rl_loop.tracking.run_directory import atomic_file
 
 logger = logging.getLogger(__name__)
 
@@ -172,10 +173,8 @@ class CheckpointStore:
 
     def set_expiry(self, name: CheckpointName, facts: CheckpointFacts) -> None:
         """Replace the data about a checkpoint, which has another time to live. Raises OSError."""
-        file = self._path(name) / ABOUT
-        new = file.with_name(f"{ABOUT}{PARTIAL}")
-        new.write_text(json.dumps(asdict(facts), indent=1))
-        new.rename(file)
+        with atomic_file(self._path(name) / ABOUT) as file:
+            file.write(json.dumps(asdict(facts), indent=1).encode())
 
     def files(self, name: CheckpointName) -> dict[str, Path]:
         """Return the files of a checkpoint with weights and settings, by name."""

@@ -142,8 +142,15 @@ def test_process_with_the_number_of_an_ended_run_stays(tmp_path: Path) -> None:
 def check_doors(directory: Path, loot: Path) -> None:
     """Check that no attacker reads anything from a launched run, which has Ray like on a cluster."""
     (launch,) = jobs.known_launches()
+
+    def find_ranks() -> list[psutil.Process]:
+        tree = process_tree(int(launch.job))
+        return [process for process in tree if "TrainerProcess" in read_command(process)]
+
+    # A list of processes is not complete while others start and end.
+    wait_until(find_ranks)
+    (rank,) = find_ranks()
     tree = process_tree(int(launch.job))
-    (rank,) = [process for process in tree if "TrainerProcess" in read_command(process)]
     # Its sockets are tried in tests/test_open_doors.py. Here it would take the attackers' time.
     rank.suspend()
     try:

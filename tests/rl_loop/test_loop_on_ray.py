@@ -452,7 +452,7 @@ def test_off_policy_run_continues_after_a_worker_is_killed(
 
     def kill_a_worker(step: int) -> None:
         if step == 2:
-            victim = pools[0]._call(0, "__ray_call__", lambda worker: os.getpid())
+            victim = pools[0]._workers.call(0, "__ray_call__", lambda worker: os.getpid())
             killed.append(victim)
             os.kill(victim, signal.SIGKILL)
 

@@ -28,7 +28,7 @@ WORDS = [name for name in ENVIRONMENTS if name != "instructions"]
 ENVIRONMENT_MODULES = {
     f"rl_loop.environments.{path.stem}"
     for path in (ROOT / "rl_loop/environments").glob("*.py")
-    if path.stem not in ("__init__", "base", "registry")
+    if path.stem not in ("__init__", "base", "registry", "scripted_messages", "tool_calls")
 }
 
 

@@ -131,7 +131,7 @@ class Recorder:
     progress = SimpleNamespace(episodes=lambda *_: None, phase=lambda *_: None)
 
     def begin_step(self, step: int) -> Any:
-        return SimpleNamespace(metrics=StepMetrics(step), timed=lambda name: nullcontext())
+        return SimpleNamespace(metrics=StepMetrics(step), time_phase=lambda name: nullcontext())
 
     def record_rl_step(self, *_: Any) -> None: ...
 

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import torch
 
-from converters.peft_format import PeftDirectory
+from converters.peft_directory import PeftDirectory
 from rl_loop.config.load import load_config
 from rl_loop.config.tinker import TinkerConfig
 from rl_loop.tinker.owners import owner_of
