@@ -266,7 +266,7 @@ def test_cancelled_command_closes_its_sandbox(shells: Shells) -> None:
 
 
 def test_opening_waits_for_a_free_place(image_store, request) -> None:  # type: ignore[no-untyped-def]
-    shells = Shells(image_store, most=1)
+    shells = Shells(image_store, max_sandboxes=1)
     request.addfinalizer(shells.close)
 
     async def wait() -> bool:
