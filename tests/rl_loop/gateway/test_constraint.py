@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
+import threading
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -37,6 +39,7 @@ from tests.support.rl_loop.gateway.chats import TOOLS, say
 from tests.support.rl_loop.gateway.policy import ADD, ARGUMENTS, Script, build_engine
 from tests.support.rl_loop.gateway.scripted import talking
 from tests.support.rl_loop.gateway.serving import Served, check_capture, serving
+from tests.support.waiting import PATIENCE_SECONDS, wait_until_async
 
 pytest.importorskip("llguidance")
 
@@ -137,14 +140,29 @@ def test_streamed_and_plain_answers_are_equal(tiny: Harmony, model: GptOssForCau
 
 
 def test_constraint_continues_after_a_weight_sync(tiny: Harmony, model: GptOssForCausalLM) -> None:
+    in_third_step, may_continue = threading.Event(), threading.Event()
+    steps = itertools.count(1)
+
+    def hold_third_step(*_: object) -> None:
+        if next(steps) == 3:
+            in_third_step.set()
+            assert may_continue.wait(PATIENCE_SECONDS)
+
     async def run() -> None:
         async with serving(tiny, model) as served, served.client() as client:
             plain = await say(client, HI, response_format=FORMAT)
+            decoder = served.engine.engine._model.model
+            hook = decoder.register_forward_pre_hook(hold_third_step)
             asked = asyncio.create_task(say(client, HI, response_format=FORMAT))
-            while len(served.engine.begun) < 2:
-                await asyncio.sleep(0)
+            await wait_until_async(in_third_step.is_set)
+            # The sync waits for the step that runs.
+            syncing = asyncio.create_task(
+                served.engine.sync_weights(model.named_parameters(), version=2)
+            )
             await asyncio.sleep(0.05)
-            await served.engine.sync_weights(model.named_parameters(), 2)
+            may_continue.set()
+            await syncing
+            hook.remove()
             assert (await asked).content == plain.content
             assert len(served.engine.begun) > 2
 
