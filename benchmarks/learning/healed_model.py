@@ -9,11 +9,15 @@ of the run. Prints a table with one row per layer:
     sink          mean probability of the sink, over all tokens and heads
     least, most   load of the least and the most used expert; 1 is an even share of the tokens
 
-The last lines have the mean of the sinks, and the losses of this model and of the dense model in
-nats per token, with the perplexity relative to the dense model: over the tokens in the loss of the
-run, which are all tokens in distillation, and over the assistant's tokens. Exits with code 1 if a
-bar is missed: a mean of the sinks between 1% and 60%, no sink above 60%, no unused expert, no
-expert above 2 even shares, and a relative perplexity of at most 1.05 over the tokens in the loss.
+The last lines have the mean of the sinks, the losses of this model and of the dense model in nats
+per token, and the perplexity relative to the dense model. Losses are printed twice: over the tokens
+in the loss of the run, which are all tokens in distillation, and over the assistant's tokens.
+
+Exits with code 1 if a bar is missed:
+
+    sinks       mean of at least 1%, and at most 60% in every layer
+    experts     every expert is used, and none has more than 2 even shares
+    perplexity  at most 1.05 times the dense model's, over the tokens in the loss
 """
 
 import argparse

@@ -136,7 +136,7 @@ class GenerateResult:
 
 
 class RolloutEngine(Protocol):
-    """What the agent loop needs to sample: an engine, or a client of servers."""
+    """Interface of the agent loop to an engine, or to a client of servers."""
 
     async def generate(self, request: GenerateRequest) -> GenerateResult:
         """Sample one continuation. Concurrent requests are batched."""

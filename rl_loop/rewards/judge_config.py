@@ -36,7 +36,7 @@ class JudgeConfig(BaseModel):
     max_tokens: int = Field(2048, gt=0)
     """Maximum tokens of a reply, including the judge's thoughts."""
     json_schema: bool = True
-    """Whether to request replies that match a JSON schema. Set false for servers without
+    """True to request replies that match a JSON schema. Set false for servers without
     ``response_format: json_schema``."""
 
     @model_validator(mode="after")

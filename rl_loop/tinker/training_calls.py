@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 from converters.adapter_checkpoint import write_peft
 from megatron_gptoss.optimizer import AdamSettings
@@ -19,7 +20,7 @@ from rl_loop.tinker.peft_export import TenantAdapters
 from rl_loop.tinker.queue import TenantQueue, Work
 from rl_loop.tinker.snapshots import Snapshot
 from rl_loop.tinker.state import Sampler, Tenant, TinkerState
-from rl_loop.tinker.store import CheckpointFacts, CheckpointName
+from rl_loop.tinker.store import CheckpointFacts, CheckpointName, Kind
 from rl_loop.tinker.wire import read_message, write_output
 
 FLAGS = {
@@ -175,16 +176,8 @@ class TrainingCalls:
 
     def save_weights(self, owner: str, body: Mapping[str, Any]) -> RequestFuture:
         """Save a tenant with its optimizer state."""
-        state = self._state
-        tenant = state.use_tenant(owner, body.get("model_id"))
-        name = CheckpointName(tenant.model_id, "weights", read(body, "path", str))
-        facts, overwrite = self._read_facts(tenant, body), read(body, "overwrite", bool, False)
-
-        def save() -> None:
-            tensors = state.policy.copy(tenant.model_id)
-            state.store.save(name, facts(), tensors, overwrite=overwrite)
-
-        return self._saving(tenant, name, "save_weights", body.get("seq_id"), save)
+        tenant = self._state.use_tenant(owner, body.get("model_id"))
+        return self._save_tensors(tenant, "weights", "save_weights", body, self._state.policy.copy)
 
     def save_weights_for_sampler(self, owner: str, body: Mapping[str, Any]) -> RequestFuture:
         """Save a tenant's adapter, or keep a copy of it for a sampling session."""
@@ -192,14 +185,8 @@ class TrainingCalls:
         tenant = state.use_tenant(owner, body.get("model_id"))
         if body.get("path") is None:
             return self._keep_snapshot(tenant, body)
-        name = CheckpointName(tenant.model_id, "sampler_weights", read(body, "path", str))
-        facts, overwrite = self._read_facts(tenant, body), read(body, "overwrite", bool, False)
-
-        def save() -> None:
-            tensors = state.policy.copy_adapter(tenant.model_id)
-            state.store.save(name, facts(), tensors, overwrite=overwrite)
-
-        return self._saving(tenant, name, "save_weights_for_sampler", body.get("seq_id"), save)
+        copy = state.policy.copy_adapter
+        return self._save_tensors(tenant, "sampler_weights", "save_weights_for_sampler", body, copy)
 
     def save_weights_external(self, owner: str, body: Mapping[str, Any]) -> RequestFuture:
         """Save a tenant's adapter in PEFT's format."""
@@ -248,6 +235,31 @@ class TrainingCalls:
             return {"type": "save_weights_for_sampler", "sampling_session_id": sampler_id}
 
         return self._enqueue(tenant, body.get("seq_id"), "save_weights_for_sampler", run)
+
+    def _save_tensors(
+        self,
+        tenant: Tenant,
+        kind: Kind,
+        answer_type: str,
+        body: Mapping[str, Any],
+        copy: Callable[[str], dict[str, torch.Tensor]],
+    ) -> RequestFuture:
+        """Queue the saving of tensors in the store's format.
+
+        Args:
+            tenant: tenant to save.
+            kind: kind of the checkpoint.
+            answer_type: type of the answer.
+            body: request of the client.
+            copy: returns the tensors of a tenant.
+        """
+        name = CheckpointName(tenant.model_id, kind, read(body, "path", str))
+        facts, overwrite = self._read_facts(tenant, body), read(body, "overwrite", bool, False)
+
+        def save() -> None:
+            self._state.store.save(name, facts(), copy(tenant.model_id), overwrite=overwrite)
+
+        return self._saving(tenant, name, answer_type, body.get("seq_id"), save)
 
     def _saving(
         self,
